@@ -66,6 +66,28 @@ def test_a_ray_service_deploys_the_configuration(values: dict[str, Any], tmp_pat
     assert changed["metadata"]["name"] != secret["metadata"]["name"]
 
 
+@pytest.mark.parametrize(("prefill", "more"), [({"replicas": 2}, 2), ({"min_tokens": 99}, 1)])
+def test_replicas_that_read_prompts_have_pods_and_the_shared_folder(
+    prefill: dict[str, int], more: int, tmp_path: Path
+) -> None:
+    config = {"engine": {"kv_disk": "/shared/kv", "kv_disk_gib": 50}, "prefill": prefill}
+    values = {**RAY_SCALED, "ray": {"version": "2.60.0", "sharedClaim": "many", "config": config}}
+    docs = rendered(values)
+    (tmp_path / "deploy.yaml").write_text(one(docs, "Secret")["stringData"]["deploy.yaml"], "utf-8")
+    deployment = read_deployment(tmp_path / "deploy.yaml")
+    assert deployment.prefill is not None and deployment.prefill.replicas == more
+    cluster = one(docs, "RayService")["spec"]["rayClusterConfig"]
+    [workers] = cluster["workerGroupSpecs"]
+    assert (workers["replicas"], workers["minReplicas"], workers["maxReplicas"]) == (1 + more, 1 + more, 5 + more)
+    for template in (cluster["headGroupSpec"]["template"], workers["template"]):
+        kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **template}, KUBERNETES, strict=True)
+        [each] = template["spec"]["containers"]
+        [shared] = [mount for mount in each["volumeMounts"] if mount["name"] == "shared"]
+        assert shared == {"name": "shared", "mountPath": "/shared"}
+        [claim] = [volume for volume in template["spec"]["volumes"] if volume["name"] == "shared"]
+        assert claim["persistentVolumeClaim"] == {"claimName": "many"}
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -78,6 +100,7 @@ def test_a_ray_service_deploys_the_configuration(values: dict[str, Any], tmp_pat
         ({**RAY, "serviceMonitor": {"enabled": True}}, "serviceMonitor is for kind: server"),
         ({**RAY, "podDisruptionBudget": {"maxUnavailable": 2}}, "podDisruptionBudget is for kind: server"),
         ({**RAY, "ray": {"version": "2.60.0", "config": {"model": "other"}}}, "ray.config.model is made of"),
+        ({**RAY, "ray": {"version": "2.60.0", "config": {"prefill": {}}}}, "needs ray.sharedClaim"),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(values: dict[str, Any], words: str) -> None:

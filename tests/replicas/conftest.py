@@ -16,9 +16,11 @@ pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
 from fastapi.testclient import TestClient
 
 from forerun import LLM
-from forerun.replicas.fleet import Fleet, RemoteFrontend, ReplicaLost
+from forerun.replicas.fleet import Fleet, RemoteFrontend
 from forerun.replicas.orders import ReplicaOrder
+from forerun.replicas.prefill import PromptReader
 from forerun.replicas.replica import Replica, Said
+from forerun.replicas.transport import ReplicaLost
 from forerun.server.app import application
 from forerun.server.metrics import EngineLoad
 from tests.server.conftest import settings
@@ -31,7 +33,7 @@ class InProcess:
     """Takes turns among replicas; what is said travels as bytes."""
 
     def __init__(self, *replicas: Replica) -> None:
-        self.replicas = {f"r{number}": replica for number, replica in enumerate(replicas)}
+        self.replicas = {replica._name: replica for replica in replicas}
         self.lost: Lost = lambda order, said: False
         self.orders: list[ReplicaOrder] = []
         self._turn = count()
@@ -60,10 +62,12 @@ class InProcess:
 
 
 @contextmanager
-def fleet_client(replicas: InProcess, failover: bool = True, **options: Any) -> Iterator[TestClient]:
+def fleet_client(
+    replicas: InProcess, failover: bool = True, reader: PromptReader | None = None, **options: Any
+) -> Iterator[TestClient]:
     described = next(iter(replicas.replicas.values())).describe()
     asked = settings(**options)
-    fleet = Fleet(replicas, described, asked, failover)
+    fleet = Fleet(replicas, described, asked, failover, reader)
     with TestClient(application(fleet, RemoteFrontend(described), asked), raise_server_exceptions=False) as client:
         yield client
 

@@ -27,6 +27,8 @@ http: {port: 9000, allowed_hosts: [example.com]}
 health: {stuck_s: 20}
 """
 
+KEPT = {"kv_disk": "kv", "kv_disk_gib": 1.0}
+
 
 def read(tmp_path: Path, text: str) -> Deployment:
     path = tmp_path / "deploy.yaml"
@@ -73,6 +75,17 @@ def test_a_models_folder_is_found_from_anywhere(tmp_path: Path, monkeypatch: pyt
         ({"replicas": 2, "autoscaling": {"max_replicas": 2}}, "replicas and autoscaling both"),
         ({"engine": {"verification": "rejection"}}, "verification must be coupled"),
         ({"http": {"port": 70000}}, "http.port"),
+        ({"prefill": {}}, "prefill needs engine.kv_disk, a folder that all nodes reach"),
+        ({"prefill": {}, "engine": {"kv_disk": "kv"}}, "prefill needs engine.kv_disk_gib, how much"),
+        ({"prefill": {"replicas": 0}, "engine": KEPT}, "prefill.replicas: .*greater than or equal to 1; got 0"),
+        ({"prefill": {"min_token": 9}, "engine": KEPT}, "no field prefill.min_token; .*did you mean min_tokens"),
+        (
+            {"prefill": {"resources": {"gpus": 1}}, "engine": KEPT},
+            "no field prefill.resources.gpus; .*num_gpus",
+        ),
+        ({"prefill": {"resources": {"num_gpus": 1}}, "engine": KEPT}, "must both have GPUs, or neither"),
+        ({"prefill": {}, "engine": {**KEPT, "prefix_caching": False}}, "prefix_caching is off: turn it on"),
+        ({"server": {"prefill_only": True}}, "no field server.prefill_only"),
         ({"model": None}, "model"),
     ],
 )
@@ -110,6 +123,10 @@ def test_what_a_cluster_must_have(tmp_path: Path) -> None:
     text = "model: mini\nresources: {num_cpus: 2, num_gpus: 1}\nhttp: {ingresses: 2, num_cpus: 0.5}\n"
     assert read(tmp_path, text + "replicas: 3").needed() == {"CPU": 7.0, "GPU": 3.0}
     assert read(tmp_path, text + "autoscaling: {min_replicas: 2, max_replicas: 9}").needed() == {"CPU": 5.0, "GPU": 2.0}
+    apart = text + "replicas: 3\nprefill: {replicas: 2, resources: {num_cpus: 1.5, num_gpus: 1}}\n"
+    kept = read(tmp_path, apart + "engine: {kv_disk: kv, kv_disk_gib: 1}")
+    assert kept.needed() == {"CPU": 10.0, "GPU": 5.0}
+    assert kept.reading().engine_config().threads == 1 and kept.engine_config().threads == 2
 
 
 @pytest.mark.parametrize("text", ["", "- model", "model: [", "replicas: 2"])

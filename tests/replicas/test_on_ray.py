@@ -26,8 +26,8 @@ import yaml
 from ray.exceptions import ActorUnavailableError
 
 from forerun.replicas.deployment import Deployment
-from forerun.replicas.fleet import ReplicaLost
 from forerun.replicas.on_ray import ENGINE, EngineDeployment, RayReplicas
+from forerun.replicas.transport import ReplicaLost
 from tests.server.conftest import client_of, events_of, wait_until
 from tests.support import mini
 
@@ -170,7 +170,7 @@ def test_a_call_that_failed_is_cancelled_where_it_may_run_on() -> None:
     handle = SimpleNamespace(options=lambda **_: SimpleNamespace(run=SimpleNamespace(remote=lambda order: call)))
 
     async def read() -> None:
-        async for _ in RayReplicas(handle, "forerun").run(None):  # type: ignore[arg-type]
+        async for _ in RayReplicas(handle, "forerun", ENGINE).run(None):  # type: ignore[arg-type]
             raise AssertionError
 
     with pytest.raises(ReplicaLost, match="ActorUnavailable"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -20,8 +20,8 @@ from forerun.llm import LLM
 from forerun.server.settings import ServerSettings, names_of
 
 # Of ServerSettings: what has a field of its own here, and what needs one process that answers everything.
-NOT_SERVER = frozenset({"served_names", "api_keys", "allowed_hosts", "drain_s", "batch_dir", "max_batch_bytes",
-                        "allow_lora_loading"})  # fmt: skip
+NOT_SERVER = frozenset({"served_names", "api_keys", "allowed_hosts", "drain_s", "prefill_only", "batch_dir",
+                        "max_batch_bytes", "allow_lora_loading"})  # fmt: skip
 FILES = ("generation_config", "draft_vocabulary", "corpus")  # engine options that name one
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -50,6 +50,15 @@ class Resources(_Strict):
     threads: Count | None = None  # None: as many as CPUs
 
 
+class Prefill(_Strict):
+    """Replicas that read long prompts for the others, which load them from a folder that all share."""
+
+    replicas: Count = 1
+    resources: Resources | None = None  # of each; None: as the others have them
+    min_tokens: Count = 512  # of a prompt, not counting a beginning that some replica has read
+    wait_s: Seconds = 30.0  # for a prompt; then the replica that answers reads what is left
+
+
 class Http(_Strict):
     """Where clients reach the deployment."""
 
@@ -76,6 +85,7 @@ class Deployment(_Strict):
     replicas: Count = 1
     autoscaling: Autoscaling | None = None
     resources: Resources = Resources()
+    prefill: Prefill | None = None
     drafter: str | None = None  # None: as `forerun serve` has it
     draft_model: str | None = None
     engine: dict[str, Any] = {}  # fields of EngineConfig and DrafterConfig
@@ -88,10 +98,33 @@ class Deployment(_Strict):
     failover: bool = True  # False: a request ends with the replica it is on
 
     @model_validator(mode="after")
-    def _one_way_to_count(self) -> Deployment:
+    def _fits_together(self) -> Deployment:
         if self.autoscaling is not None and "replicas" in self.model_fields_set:
             raise ValueError("replicas and autoscaling both say how many: give one of them")
+        if self.prefill is not None:
+            self._check_shared()
         return self
+
+    def _check_shared(self) -> None:
+        """Prefill replicas hand over what they read in a folder."""
+        needed = {
+            "kv_disk": "a folder that all nodes reach, where they write prompts and the others load them",
+            "kv_disk_gib": "how much that folder may take",
+        }
+        missing = next((name for name in needed if self.engine.get(name) is None), None)
+        if missing is not None:
+            raise ValueError(f"prefill needs engine.{missing}, {needed[missing]}: name it, or leave prefill out")
+        if (self.prefill_resources.num_gpus > 0) != (self.resources.num_gpus > 0):
+            raise ValueError(
+                "prefill.resources and resources must both have GPUs, or neither: what one kind of device computes is "
+                "not loaded by another"
+            )
+
+    @property
+    def prefill_resources(self) -> Resources:
+        """What a prefill replica is given."""
+        own = None if self.prefill is None else self.prefill.resources
+        return own or self.resources
 
     def engine_config(self) -> EngineConfig:
         """The engine's options, checked. Raises ConfigError."""
@@ -129,9 +162,15 @@ class Deployment(_Strict):
 
     def needed(self) -> dict[str, float]:
         """CPUs and GPUs that a cluster must have for all processes to start, as Ray names them."""
-        scaling, each = self.autoscaling, self.resources
+        scaling, each, reading = self.autoscaling, self.resources, self.prefill_resources
         many = self.replicas if scaling is None else scaling.initial_replicas or scaling.min_replicas
-        return {"CPU": many * each.num_cpus + self.http.ingresses * self.http.num_cpus, "GPU": many * each.num_gpus}
+        num_reading = 0 if self.prefill is None else self.prefill.replicas
+        num_cpus = many * each.num_cpus + num_reading * reading.num_cpus + self.http.ingresses * self.http.num_cpus
+        return {"CPU": num_cpus, "GPU": many * each.num_gpus + num_reading * reading.num_gpus}
+
+    def reading(self) -> Deployment:
+        """What a prefill replica runs: the same engine with resources of its own."""
+        return self.model_copy(update={"resources": self.prefill_resources})
 
     def anywhere(self) -> Deployment:
         """The same with folders and files of this machine by their whole paths: replicas start elsewhere."""
@@ -169,6 +208,7 @@ def read_deployment(path: str | Path) -> Deployment:
     try:
         deployment = Deployment(**{str(name): value for name, value in given.items()}).anywhere()
         config = deployment.engine_config()
+        deployment.reading().engine_config()
         deployment.settings()
     except ValidationError as error:
         raise ConfigError(f"{path}: {_told(error)}") from None  # its own text has the values
@@ -186,7 +226,7 @@ def _told(error: ValidationError) -> str:
         part: Any = Deployment
         for each in above:
             part = part.model_fields[each].annotation
-            part = part if isinstance(part, type) else Autoscaling
+            part = part if isinstance(part, type) else get_args(part)[0]  # where the other is None
         return _unknown(".".join([*above, name]), name, part.model_fields)
     where = ".".join([*above, name])
     secret = "api_keys" in first["loc"]

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 from time import perf_counter
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 from prometheus_client import Counter
 
@@ -24,9 +24,10 @@ from forerun.engine.outputs import RequestGroup
 from forerun.errors import ConfigError, DeadlineError
 from forerun.frontend import Frontend, NamedAdapter
 from forerun.replicas.merged import labelled
-from forerun.replicas.orders import Accepted, Ordered, PromptFigures, Refusal, ReplicaOrder
+from forerun.replicas.orders import Accepted, Ordered, PromptFigures, Refusal
+from forerun.replicas.prefill import PromptReader
 from forerun.replicas.replica import Description, Said
-from forerun.replicas.routing import prefix_keys
+from forerun.replicas.transport import ReplicaLost, Replicas
 from forerun.server.errors import ApiError, as_api_error
 from forerun.server.metrics import EngineLoad, Metrics
 from forerun.server.settings import ServerSettings
@@ -43,33 +44,6 @@ DESCRIBE_S: Final = 0.5  # until replicas are asked again what they are
 RETRY_S: Final = 0.05  # before another replica is asked, doubled each time
 
 log = logging.getLogger("forerun.server")
-
-
-class ReplicaLost(Exception):
-    """The replica ended, cannot be reached, or refused what another may accept."""
-
-    def __init__(self, why: str, refusal: Refusal | None = None) -> None:
-        super().__init__(why)
-        self.refusal = refusal
-        self.replica = ""  # the one that had taken the order
-
-    @property
-    def died(self) -> bool:
-        """Whether it ended, or its engine, while it worked on the order: the order may be why."""
-        return bool(self.replica) and (self.refusal is None or self.refusal.code == "engine_error")
-
-
-class Replicas(Protocol):
-    """How orders reach replicas."""
-
-    def run(self, order: ReplicaOrder) -> AsyncIterator[Said]:
-        """What a replica, chosen by the order, says; raises ReplicaLost."""
-
-    def loads(self) -> Mapping[str, EngineLoad]:
-        """How busy the replicas are that could take an order, by name, as of a moment ago."""
-
-    async def metrics_texts(self) -> Mapping[str, bytes]:
-        """The metrics of each."""
 
 
 async def described_by(ask: Callable[[], Awaitable[Description | None]]) -> Description:
@@ -155,7 +129,10 @@ class RemoteStream:
 
     async def _read(self) -> None:
         """From one replica after the other, until all samples have ended or there is an error."""
+        reader = self._fleet.reader
         try:
+            if reader is not None:
+                await reader.read(self._ordered, self._fleet.kind, self._left_s())
             while self._ordered.written:
                 try:
                     async for deltas in self._one_replica():
@@ -206,6 +183,8 @@ class RemoteStream:
             raise _lost_for_good() from None
         if not isinstance(first, Accepted):
             raise ReplicaLost("it did not take the order")
+        if self._fleet.reader is not None:
+            self._fleet.reader.known(self._ordered)
         return first.replica
 
     def _left_s(self) -> float:
@@ -230,7 +209,9 @@ class RemoteStream:
         if delta.finish_reason is None:
             self._ordered.written[delta.index] += delta.token_ids
         else:
-            del self._ordered.written[delta.index]
+            answer = self._ordered.written.pop(delta.index) + delta.token_ids
+            if self._fleet.reader is not None:
+                self._fleet.reader.known(self._ordered, answer)
         lost = self._lost_steps.get(delta.index, 0)
         stats = delta.stats and replace(delta.stats, num_steps=delta.stats.num_steps + lost)
         steps = tuple(step._replace(time_s=perf_counter()) for step in delta.steps)  # on this process's clock
@@ -265,20 +246,24 @@ class Fleet:
     """The service in front of replicas of one model. Raises ConfigError for what would make their tokens differ."""
 
     def __init__(
-        self, replicas: Replicas, described: Description, settings: ServerSettings, failover: bool = True
-    ) -> None:
+        self, replicas: Replicas, described: Description, settings: ServerSettings, failover: bool = True,
+        reader: PromptReader | None = None,
+    ) -> None:  # fmt: skip
+        """`reader`: who reads long prompts before one of the replicas answers; None: nobody."""
         if described.config.verification != "coupled":
             raise ConfigError(
                 f"with verification {described.config.verification} answers depend on drafts, so that no other replica "
                 "could go on with them: replicas need coupled"
             )
-        self.replicas = replicas
+        self.replicas, self.reader = replicas, reader
         self.kind = described.kind
         self.failover = failover
         self.metrics = Metrics(self.load)
         self.moved = Counter(
             "forerun_moved_requests", "Times a request went on at another replica.", registry=self.metrics.registry
         )
+        if reader is not None:
+            self.metrics.registry.register(reader.prompts)
         self._room = described.config.max_num_seqs + settings.max_queue  # samples of a replica
         self._num_open = 0
         self._closing = False
@@ -318,7 +303,9 @@ class Fleet:
 
     async def metrics_text(self) -> bytes:
         """The metrics of this process, then those of each replica, with its name as a label."""
-        return self.metrics.text() + labelled(await self.replicas.metrics_texts())
+        several = [self.replicas, *([] if self.reader is None else [self.reader.replicas])]
+        texts = await asyncio.gather(*[replicas.metrics_texts() for replicas in several])
+        return self.metrics.text() + labelled({name: text for each in texts for name, text in each.items()})
 
     def check_room(self, num_samples: int) -> None:
         """Raise ApiError 429 if `num_samples` more would overfill the replicas' queues, 503 if there is no replica."""
@@ -337,10 +324,7 @@ class Fleet:
     def submit(self, group: RequestGroup, constrained: bool = False) -> RemoteStream:
         """A stream that begins when it is read; raises ApiError 429 if there is no room."""
         self.check_room(len(group.samples))
-        request = group.samples[0].request
-        adapter = getattr(request.adapter, "name", "")
-        keys = prefix_keys(request.prompt_token_ids, f"{adapter} {request.cache_salt}")
-        stream = RemoteStream(self, Ordered(group, constrained, keys))
+        stream = RemoteStream(self, Ordered(group, constrained))
         self._num_open += stream.num_samples
         stream.task.add_done_callback(lambda _: self._ended(stream.num_samples))
         return stream

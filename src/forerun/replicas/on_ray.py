@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -17,27 +18,30 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 
 from forerun.replicas.deployment import Deployment, read_deployment
-from forerun.replicas.fleet import Fleet, RemoteFrontend, ReplicaLost, described_by
+from forerun.replicas.fleet import Fleet, RemoteFrontend, described_by
 from forerun.replicas.orders import ReplicaOrder
+from forerun.replicas.prefill import PromptReader
 from forerun.replicas.replica import Description, Replica, Said
 from forerun.replicas.routing import ROUTERS
+from forerun.replicas.transport import ReplicaLost
 from forerun.server.app import application
 from forerun.server.memory import bound_arenas
 from forerun.server.metrics import EngineLoad
 
 STATS_S: Final = 2.0  # how often replicas tell how busy they are
 METRICS_S: Final = 5.0  # for them to hand over their metrics
-ENGINE: Final = "Engine"  # the deployment of the replicas, in an application
+ENGINE: Final = "Engine"  # the deployment of the replicas that answer, in an application
+PREFILL: Final = "Prefill"  # of those that read prompts for them
 _IDLE: Final = EngineLoad(0, 0, 0.0, True, {}, 0, {})  # what a replica has to do that has not told yet
 
 
 class RayReplicas:
-    """See `fleet.Replicas`."""
+    """See `transport.Replicas`."""
 
-    def __init__(self, handle: Any, application: str) -> None:
+    def __init__(self, handle: Any, application: str, deployment: str) -> None:
         self._handle = handle
         self._streaming = handle.options(stream=True)
-        self._application = application
+        self._served = application, deployment
 
     async def run(self, order: ReplicaOrder) -> AsyncIterator[Said]:
         """What a replica, chosen by the router, says; raises ReplicaLost."""
@@ -53,7 +57,7 @@ class RayReplicas:
 
     def loads(self) -> Mapping[str, EngineLoad]:
         """How busy the replicas are that the router knows, as they told last."""
-        router = ROUTERS.get(self._application)
+        router = ROUTERS.get(self._served)
         replicas = list(router.curr_replicas.values()) if router is not None else []
         return {replica.replica_id.unique_id: replica.routing_stats.get("load", _IDLE) for replica in replicas}
 
@@ -68,14 +72,15 @@ class RayReplicas:
 
 
 class EngineDeployment:
-    """A replica as Serve starts it."""
+    """A replica as Serve starts it; `prefill_only`: it reads prompts for others."""
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, prefill_only: bool = False) -> None:
         bound_arenas()
         self._deployment = deployment
         self._stuck_s = deployment.health.stuck_s
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._replica = Replica(self._name, deployment.open(), deployment.settings())
+        settings = replace(deployment.settings(), prefill_only=prefill_only)
+        self._replica = Replica(self._name, deployment.open(), settings)
 
     async def describe(self, deployment: Deployment) -> Description | None:
         """What it runs; None if that is not this deployment but the one that it takes the place of."""
@@ -107,11 +112,18 @@ class EngineDeployment:
 class Ingress:
     """The OpenAI-compatible application, in a process without weights."""
 
-    async def __init__(self, deployment: Deployment, engines: Any) -> None:  # type: ignore[misc] # Serve awaits it
+    async def __init__(  # type: ignore[misc] # Serve awaits it
+        self, deployment: Deployment, engines: Any, readers: Any = None
+    ) -> None:
         described = await described_by(lambda: engines.describe.remote(deployment))
-        replicas = RayReplicas(engines, serve.get_replica_context().app_name)
-        settings = deployment.settings()
-        fleet = Fleet(replicas, described, settings, deployment.failover)
+        application_name = serve.get_replica_context().app_name
+        replicas = RayReplicas(engines, application_name, ENGINE)
+        settings, prefill = deployment.settings(), deployment.prefill
+        reader = None
+        if prefill is not None:
+            reader = PromptReader(RayReplicas(readers, application_name, PREFILL), prefill.min_tokens, prefill.wait_s)
+            self._asked = readers.describe.remote(deployment)  # not awaited: it is for the router to begin
+        fleet = Fleet(replicas, described, settings, deployment.failover, reader)
         self._app = application(fleet, RemoteFrontend(described), settings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -121,12 +133,30 @@ class Ingress:
 
 def build(deployment: Deployment) -> Any:
     """The Serve application of a deployment."""
-    engine, scaling = deployment.engine_config(), deployment.autoscaling
+    scaling, prefill = deployment.autoscaling, deployment.prefill
     many: dict[str, Any] = {"num_replicas": deployment.replicas}
     if scaling is not None:
         many = {"autoscaling_config": scaling.model_dump(exclude_none=True)}
-    engines = serve.deployment(EngineDeployment, name=ENGINE).options(
-        **many,
+    engines = _engines(deployment, ENGINE).options(**many).bind(deployment)
+    readers = None
+    if prefill is not None:
+        reading = deployment.reading()
+        options = _engines(reading, PREFILL).options(num_replicas=prefill.replicas)
+        readers = options.bind(reading, prefill_only=True)
+    ingress = serve.deployment(serve.ingress()(Ingress), name="Ingress").options(
+        num_replicas=deployment.http.ingresses,
+        max_ongoing_requests=deployment.settings().max_connections,
+        ray_actor_options={"num_cpus": deployment.http.num_cpus},
+        graceful_shutdown_timeout_s=deployment.drain_s,
+        graceful_shutdown_wait_loop_s=0.2,
+    )
+    return ingress.bind(deployment, engines, readers)
+
+
+def _engines(deployment: Deployment, name: str) -> Any:
+    """A Serve deployment of engines, without their number."""
+    engine = deployment.engine_config()
+    return serve.deployment(EngineDeployment, name=name).options(
         max_ongoing_requests=engine.max_num_seqs + deployment.settings().max_queue,
         ray_actor_options={"num_cpus": deployment.resources.num_cpus, "num_gpus": deployment.resources.num_gpus},
         health_check_period_s=deployment.health.period_s,
@@ -135,18 +165,10 @@ def build(deployment: Deployment) -> Any:
         graceful_shutdown_wait_loop_s=0.2,
         request_router_config=RequestRouterConfig(
             request_router_class="forerun.replicas.router.PrefixRouter",
-            request_router_kwargs={"by_prefix": deployment.routing == "prefix"},
+            request_router_kwargs={"deployment": name, "by_prefix": deployment.routing == "prefix"},
             request_routing_stats_period_s=STATS_S,
         ),
     )
-    ingress = serve.deployment(serve.ingress()(Ingress), name="Ingress").options(
-        num_replicas=deployment.http.ingresses,
-        max_ongoing_requests=deployment.settings().max_connections,
-        ray_actor_options={"num_cpus": deployment.http.num_cpus},
-        graceful_shutdown_timeout_s=deployment.drain_s,
-        graceful_shutdown_wait_loop_s=0.2,
-    )
-    return ingress.bind(deployment, engines.bind(deployment))
 
 
 def app(options: Mapping[str, str]) -> Any:

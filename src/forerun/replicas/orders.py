@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from forerun.core import SamplingParams
+from forerun.core import Request, SamplingParams
 from forerun.engine.outputs import RequestGroup
 from forerun.frontend import Frontend
+from forerun.replicas.routing import prefix_keys
 from forerun.server.errors import ApiError
 from forerun.server.grammar_compiler import GrammarCompiler
 from forerun.server.grammar_masks import AfterThinking, PrefixMask
@@ -87,13 +88,14 @@ class Ordered:
 
     group: RequestGroup
     constrained: bool
-    prefix: Sequence[int]
+    prefix: Sequence[int] = field(init=False)
     written: dict[int, Tokens] = field(init=False)
     _grammar: AskedGrammar | None = field(init=False)
     _params: SamplingParams = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.group.samples[0].request
+        self.prefix = keys_of(request)
         self._grammar = _asked(request.params.grammar)
         self._params = replace(request.params, grammar=None, seed=request.seed)
         self.written = {sample.request.sample_index: () for sample in self.group.samples}
@@ -123,6 +125,12 @@ class Ordered:
             avoid=tuple(avoid),
             kind=kind,
         )  # fmt: skip
+
+
+def keys_of(request: Request, answer: Tokens = ()) -> tuple[int, ...]:
+    """See `routing.prefix_keys`: of a request's prompt, and of an answer behind it."""
+    adapter = getattr(request.adapter, "name", "")
+    return prefix_keys((*request.prompt_token_ids, *answer), f"{adapter} {request.cache_salt}")
 
 
 def group_of(order: ReplicaOrder, llm: Frontend, grammars: GrammarCompiler) -> RequestGroup:

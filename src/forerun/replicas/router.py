@@ -20,13 +20,13 @@ from forerun.replicas.orders import ReplicaOrder
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Sends an order where its prefix is, unless that replica has too much to do, or from one to the next."""
 
-    def initialize_state(self, by_prefix: bool = True) -> None:
-        """Called by Serve."""
+    def initialize_state(self, deployment: str, by_prefix: bool = True) -> None:
+        """Called by Serve; `deployment`: whose replicas these are."""
         self._by_prefix = by_prefix
         self._routing = routing.PrefixRouting()
         self._turn = count()
         self._open: dict[str, tuple[str, int]] = {}  # samples by order, which Serve names
-        routing.ROUTERS[self.app_name] = self
+        routing.ROUTERS[self.app_name, deployment] = self
 
     async def choose_replicas(self, candidate_replicas: Sequence[Any], pending_request: Any = None) -> list[list[Any]]:
         """The replicas in the order in which they are asked. Called by Serve."""

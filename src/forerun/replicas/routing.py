@@ -18,7 +18,8 @@ KEY_TOKENS: Final = 16  # tokens a key covers: a block of the prefix cache, as i
 MAX_KEYS: Final = 512  # of a prompt; what lies behind them is sent along with it
 MAX_KNOWN: Final = 1 << 17  # keys remembered; the one not used for longest is forgotten first
 FEW: Final = 8.0  # requests beyond the mean that outweigh a prompt that is cached whole, where the mean is no more
-ROUTERS: Final = WeakValueDictionary[str, Any]()  # this process's routers on Ray, by the application they serve
+# This process's routers on Ray, by application and deployment.
+ROUTERS: Final = WeakValueDictionary[tuple[str, str], Any]()
 
 
 def prefix_keys(token_ids: Sequence[int], salt: str) -> tuple[int, ...]:
