@@ -66,6 +66,15 @@ def test_a_ray_service_deploys_the_configuration(values: dict[str, Any], tmp_pat
     assert changed["metadata"]["name"] != secret["metadata"]["name"]
 
 
+def test_batches_need_the_shared_folder(tmp_path: Path) -> None:
+    ray = {"version": "2.60.0", "config": {"server": {"batch_dir": "/shared/batches"}}}
+    with pytest.raises(TemplateError, match=r"batch_dir needs ray\.sharedClaim"):
+        rendered({**RAY, "ray": ray})
+    docs = rendered({**RAY, "ray": {**ray, "sharedClaim": "many"}})
+    (tmp_path / "deploy.yaml").write_text(one(docs, "Secret")["stringData"]["deploy.yaml"], "utf-8")
+    assert read_deployment(tmp_path / "deploy.yaml").settings().batch_dir == Path("/shared/batches")
+
+
 @pytest.mark.parametrize(("prefill", "more"), [({"replicas": 2}, 2), ({"min_tokens": 99}, 1)])
 def test_replicas_that_read_prompts_have_pods_and_the_shared_folder(
     prefill: dict[str, int], more: int, tmp_path: Path

@@ -68,7 +68,9 @@ def fleet_client(
     described = next(iter(replicas.replicas.values())).describe()
     asked = settings(**options)
     fleet = Fleet(replicas, described, asked, failover, reader)
-    with TestClient(application(fleet, RemoteFrontend(described), asked), raise_server_exceptions=False) as client:
+    with TestClient(
+        application(fleet, RemoteFrontend(described), asked, shares_batches=True), raise_server_exceptions=False
+    ) as client:
         yield client
 
 

@@ -85,6 +85,8 @@ def test_a_models_folder_is_found_from_anywhere(tmp_path: Path, monkeypatch: pyt
         ),
         ({"prefill": {"resources": {"num_gpus": 1}}, "engine": KEPT}, "must both have GPUs, or neither"),
         ({"prefill": {}, "engine": {**KEPT, "prefix_caching": False}}, "prefix_caching is off: turn it on"),
+        ({"server": {"batch_dir": 5}}, "server.batch_dir: .*; got 5"),
+        ({"server": {"max_batch_bytes": 0}}, "max_batch_bytes must be above 0"),
         ({"server": {"prefill_only": True}}, "no field server.prefill_only"),
         ({"model": None}, "model"),
     ],
@@ -111,12 +113,15 @@ def test_files_of_this_machine_are_found_by_replicas_elsewhere(tmp_path: Path, m
     for name in ("model", "draft", "adapter"):
         (tmp_path / name).mkdir()
     text = "model: model\ndrafter: draft\ndraft_model: draft\nengine: {lora: {a: adapter, b: of/hub}, kv_disk: kv}"
+    text += "\nserver: {batch_dir: batches, max_batch_bytes: 99}"
     deployment = read(tmp_path, text)
     monkeypatch.chdir("/")
     config = deployment.engine_config()
     assert (config.model, config.drafter.model) == (str(tmp_path / "model"), str(tmp_path / "draft"))
     assert config.lora == {"a": str(tmp_path / "adapter"), "b": "of/hub"} and config.kv_disk == str(tmp_path / "kv")
-    assert deployment.settings().served_names == ("model",)
+    kept = deployment.settings()
+    assert kept.served_names == ("model",)
+    assert (kept.batch_dir, kept.max_batch_bytes) == (tmp_path / "batches", 99)
 
 
 def test_what_a_cluster_must_have(tmp_path: Path) -> None:

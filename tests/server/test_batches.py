@@ -249,7 +249,7 @@ def test_a_signal_ends_it_and_leaves_what_can_be_resumed(app: FastAPI, client: o
             if len(written) == 5:
                 stops.signal()
 
-        await answer_all(partial(answer_row, BatchServer(app, lambda: True)), given, 3, stops, 30.0, note)
+        await answer_all(partial(answer_row, BatchServer(app, lambda: True)), given, lambda: 3, stops, 30.0, note)
 
     assert client is not None  # the application runs
     asyncio.run(stopped())
@@ -367,7 +367,7 @@ def test_rows_are_read_beside_the_event_loop() -> None:
         app, _ = answering(200)
         other, stops = asyncio.create_task(beating()), Stops(asyncio.Event(), asyncio.Event())
         server = BatchServer(app, lambda: True)
-        await answer_all(partial(answer_row, server), slowly(), 4, stops, 1.0, lambda *_: None)
+        await answer_all(partial(answer_row, server), slowly(), lambda: 4, stops, 1.0, lambda *_: None)
         other.cancel()
 
     asyncio.run(answered())
@@ -465,7 +465,7 @@ def test_a_failed_engine_ends_the_job_and_keeps_what_was_answered() -> None:
     async def failing() -> None:
         stops = Stops(asyncio.Event(), asyncio.Event())
         server = partial(answer_row, BatchServer(app, lambda: False))
-        await answer_all(server, given, 4, stops, 1.0, lambda _, answer: written.append(answer["custom_id"]))
+        await answer_all(server, given, lambda: 4, stops, 1.0, lambda _, answer: written.append(answer["custom_id"]))
 
     with pytest.raises(UnavailableError, match="trouble"):
         asyncio.run(failing())
@@ -483,7 +483,7 @@ def test_a_second_signal_ends_what_runs() -> None:
         asyncio.get_running_loop().call_later(0.05, stops.signal)
         asyncio.get_running_loop().call_later(0.1, stops.signal)
         await answer_all(
-            partial(answer_row, BatchServer(hanging, lambda: True)), given, 2, stops, 50.0, lambda *_: None
+            partial(answer_row, BatchServer(hanging, lambda: True)), given, lambda: 2, stops, 50.0, lambda *_: None
         )
 
     started = time.monotonic()
@@ -510,7 +510,7 @@ def test_samples_count_and_not_rows() -> None:
         wanted = [a_row(f"r{i}", n=n) for i, n in enumerate((1, 2, 2, 3, 9, 1, 1, 1, 1, 1))]
         stops = Stops(asyncio.Event(), asyncio.Event())
         await answer_all(
-            partial(answer_row, BatchServer(app, lambda: True)), wanted, 4, stops, 1.0, lambda *answer: None
+            partial(answer_row, BatchServer(app, lambda: True)), wanted, lambda: 4, stops, 1.0, lambda *answer: None
         )
 
     asyncio.run(answered())

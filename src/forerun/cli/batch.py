@@ -185,7 +185,7 @@ async def _answer(
                 with suppress(NotImplementedError):  # Windows, where Ctrl-C ends it as any program
                     for number in (signal.SIGTERM, signal.SIGINT):
                         loop.add_signal_handler(number, stops.signal)
-                await answer_all(answer, rows.rows(), num_at_once, stops, drain_s, write)
+                await answer_all(answer, rows.rows(), lambda: num_at_once, stops, drain_s, write)
         except UnavailableError as error:
             raise ResourceError(f"{error}; what was answered is kept: --resume goes on") from error
 

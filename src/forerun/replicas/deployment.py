@@ -20,8 +20,7 @@ from forerun.llm import LLM
 from forerun.server.settings import ServerSettings, names_of
 
 # Of ServerSettings: what has a field of its own here, and what needs one process that answers everything.
-NOT_SERVER = frozenset({"served_names", "api_keys", "allowed_hosts", "drain_s", "prefill_only", "batch_dir",
-                        "max_batch_bytes", "allow_lora_loading"})  # fmt: skip
+NOT_SERVER = frozenset({"served_names", "api_keys", "allowed_hosts", "drain_s", "prefill_only", "allow_lora_loading"})
 FILES = ("generation_config", "draft_vocabulary", "corpus")  # engine options that name one
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -143,6 +142,8 @@ class Deployment(_Strict):
         given: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in self.server.items()
         }
+        if isinstance(given.get("batch_dir"), str):
+            given["batch_dir"] = Path(given["batch_dir"])
         types = get_type_hints(ServerSettings)
         for name, value in given.items():
             try:
@@ -174,15 +175,16 @@ class Deployment(_Strict):
 
     def anywhere(self) -> Deployment:
         """The same with folders and files of this machine by their whole paths: replicas start elsewhere."""
-        engine = dict(self.engine)
+        engine, server = dict(self.engine), dict(self.server)
         for name in FILES:
             if name in engine and engine[name] not in ("auto", "none"):
                 engine[name] = _path(engine[name])
-        if isinstance(engine.get("kv_disk"), str):
-            engine["kv_disk"] = str(Path(engine["kv_disk"]).expanduser().resolve())  # it is made when it is not there
+        for options, name in ((engine, "kv_disk"), (server, "batch_dir")):  # they are made when they are not there
+            if isinstance(options.get(name), str):
+                options[name] = str(Path(options[name]).expanduser().resolve())
         if isinstance(engine.get("lora"), dict):
             engine["lora"] = {name: _path(folder) for name, folder in engine["lora"].items()}
-        changed = {"name": self.served_name, "model": _path(self.model), "engine": engine,
+        changed = {"name": self.served_name, "model": _path(self.model), "engine": engine, "server": server,
                    "draft_model": self.draft_model and _path(self.draft_model)}  # fmt: skip
         return self.model_copy(update=changed)
 

@@ -264,7 +264,8 @@ class Fleet:
         )
         if reader is not None:
             self.metrics.registry.register(reader.prompts)
-        self._room = described.config.max_num_seqs + settings.max_queue  # samples of a replica
+        self._num_seats = described.config.max_num_seqs  # of a replica
+        self._room = self._num_seats + settings.max_queue  # samples of one
         self._num_open = 0
         self._closing = False
 
@@ -279,6 +280,11 @@ class Fleet:
     def healthy(self) -> bool:
         """Whether some replica can answer."""
         return not self._closing and any(load.healthy for load in self.replicas.loads().values())
+
+    @property
+    def num_seats(self) -> int:
+        """Samples that are computed at the same time, at most."""
+        return self._num_seats * max(1, len(self.replicas.loads()))
 
     def load(self) -> EngineLoad:
         """What all of them have to do; of the KV cache the mean share."""

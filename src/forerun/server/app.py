@@ -21,15 +21,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from forerun import __version__
-from forerun.config import EngineConfig
 from forerun.engine.outputs import RequestGroup
-from forerun.errors import ConfigError, ForerunError, ModelNotFoundError
+from forerun.errors import ForerunError, ModelNotFoundError
 from forerun.frontend import Frontend
 from forerun.llm import LLM
 from forerun.server import metrics
-from forerun.server.batch_api import BatchFolder, add_batches
-from forerun.server.batch_jobs import BatchJobs
-from forerun.server.batches import BatchServer
+from forerun.server.batch_api import BatchFolder, add_batches, batch_folder
 from forerun.server.bodies import CheckedRequest, CheckedRoute, LargeBodies
 from forerun.server.chat import ChatJob
 from forerun.server.completions import CompletionJob
@@ -42,7 +39,6 @@ from forerun.server.grammar_compiler import MAX_WAITING, GrammarCompiler
 from forerun.server.memory import bound_arenas
 from forerun.server.messages import MessageJob, count_tokens
 from forerun.server.messages_schema import CountTokensBody, MessagesBody
-from forerun.server.params import MAX_PRIORITY
 from forerun.server.playground import FILES, STREAM_PATH, add_playground
 from forerun.server.responses import ResponseJob
 from forerun.server.responses_schema import ResponsesBody
@@ -57,11 +53,9 @@ from forerun.server.schema import (
 )
 from forerun.server.service import EngineService
 from forerun.server.settings import ServerSettings
-from forerun.server.stored_files import FileStore
 from forerun.server.streams import Service
 
 NUM_THREADS = MAX_WAITING + 32  # read requests; MAX_WAITING of them may wait for the grammar compiler
-LONGEST_ROW_S = 7 * 86400.0  # a row of a batch waits behind other requests
 log = logging.getLogger("forerun.server")
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text}
@@ -100,13 +94,16 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     return application(EngineService(llm, settings), llm, settings)
 
 
-def application(service: Service, llm: Frontend, settings: ServerSettings) -> FastAPI:
-    """The application that answers with `service`, which its lifespan starts and stops; `llm` prepares the requests."""
+def application(service: Service, llm: Frontend, settings: ServerSettings, shares_batches: bool = False) -> FastAPI:
+    """The application that answers with `service`, which its lifespan starts and stops; `llm` prepares the requests.
+
+    `shares_batches`: other processes use the folder of batches, too, and answer with the same model.
+    """
     bound_arenas()
     context = ServerContext(llm, settings)
     large, stopping = LargeBodies(), Event()
     app = FastAPI(title="forerun", version=__version__, separate_input_output_schemas=False)
-    folder = _batch_folder(app, settings, llm.config, lambda: bool(service.healthy) and not stopping.is_set())
+    folder = batch_folder(app, service, settings, llm.config, stopping.is_set, shares_batches)
 
     def stop() -> None:
         """End all requests with an error, and the processes that serve them; may be called again."""
@@ -166,25 +163,6 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         case _:
             told = as_api_error(error)
     return told.response(request.url.path)
-
-
-def _batch_folder(
-    app: FastAPI, settings: ServerSettings, config: EngineConfig, healthy: Callable[[], bool]
-) -> BatchFolder:
-    """The server's files and batches. Rows wait behind other requests, however long, and take half of the seats."""
-    if settings.batch_dir is None:
-        return BatchFolder()
-    if config.verification != "coupled":
-        raise ConfigError(
-            f"with --verification {config.verification} answers of batches would depend on drafts: --batch-dir needs "
-            "coupled"
-        )
-    files = FileStore(settings.batch_dir / "files", settings.max_batch_bytes)
-    server = BatchServer(app, healthy, config.seed, defaults={"priority": MAX_PRIORITY, "timeout": LONGEST_ROW_S})
-    num_at_once = max(1, config.max_num_seqs // 2)
-    path = settings.batch_dir / "batches"
-    jobs = BatchJobs(path, files, server, num_at_once, settings.max_body_bytes, settings.drain_s)
-    return BatchFolder(files, jobs)
 
 
 def _router(service: Service, context: ServerContext, folder: BatchFolder) -> APIRouter:

@@ -1,25 +1,35 @@
 """/v1/files and /v1/batches: OpenAI's Batch API over a folder of the server's machine.
 
-Knows: routes and their bodies. Does not know: how files are kept (`stored_files`), how batches are answered
-(`batch_jobs`).
+Knows: routes and their bodies, which requests rows become. Does not know: how files are kept (`stored_files`), how
+batches are answered (`batch_jobs`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Form, Request, Response, UploadFile
+from fastapi import APIRouter, FastAPI, Form, Request, Response, UploadFile
 from fastapi.responses import FileResponse, JSONResponse
 
+from forerun.config import EngineConfig
+from forerun.errors import ConfigError
 from forerun.server.auth import TENANT
 from forerun.server.batch_jobs import WINDOW, BatchJobs
-from forerun.server.batches import URLS
+from forerun.server.batches import URLS, BatchServer
 from forerun.server.errors import ApiError
+from forerun.server.params import MAX_PRIORITY
 from forerun.server.schema import Body
+from forerun.server.settings import ServerSettings
 from forerun.server.stored_files import PURPOSES, FileStore, page
+from forerun.server.streams import Service
 
-NOT_SERVED = "files and batches are kept in a folder: start the server with --batch-dir FOLDER"
+NOT_SERVED = (
+    "files and batches are kept in a folder: start the server with --batch-dir FOLDER; for forerun deploy, write "
+    "batch_dir: FOLDER below server"
+)
+LONGEST_ROW_S: Final = 7 * 86400.0  # a row of a batch waits behind other requests
 FILES_PATH = "/v1/files"
 MAX_METADATA = 16  # entries, each name of at most 64 characters and value of at most 512: OpenAI's limits
 DEFAULT_PAGE = 20  # batches; of files, all
@@ -63,6 +73,28 @@ class BatchFolder:
         if self._jobs is None:
             raise ApiError(404, NOT_SERVED, code="not_served")
         return self._jobs
+
+
+def batch_folder(
+    app: FastAPI, service: Service, settings: ServerSettings, config: EngineConfig, stopping: Callable[[], bool],
+    shared: bool,
+) -> BatchFolder:  # fmt: skip
+    """The server's files and batches. Rows wait behind other requests, however long, and take half of the seats."""
+    if settings.batch_dir is None:
+        return BatchFolder()
+    if config.verification != "coupled":
+        raise ConfigError(
+            f"with --verification {config.verification} answers of batches would depend on drafts: --batch-dir needs "
+            "coupled"
+        )
+    files = FileStore(settings.batch_dir / "files", settings.max_batch_bytes)
+    server = BatchServer(
+        app, lambda: bool(service.healthy) and not stopping(), config.seed,
+        defaults={"priority": MAX_PRIORITY, "timeout": LONGEST_ROW_S},
+    )  # fmt: skip
+    path, row_bytes = settings.batch_dir / "batches", settings.max_body_bytes
+    jobs = BatchJobs(path, files, server, lambda: max(1, service.num_seats // 2), row_bytes, settings.drain_s, shared)
+    return BatchFolder(files, jobs)
 
 
 def add_batches(router: APIRouter, folder: BatchFolder) -> None:

@@ -2,14 +2,18 @@
 
 Knows: what OpenAI's Batch API says of a batch, how a batch goes on after a restart. Does not know: HTTP, how rows are
 answered (`batches`), files (`batch_files`, `stored_files`).
+
+One process, the owner, answers and writes the states; it holds a lock, which the system takes back when it ends. Others
+may use the folder with it: they read states, add batches, and ask for the end of one by a file beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -31,6 +35,10 @@ OPEN: Final = ("validating", "in_progress", "finalizing", "cancelling")  # state
 MAX_ROWS: Final = 50_000  # of a batch, as OpenAI has it
 TRY_AGAIN_S: Final = 30.0  # after a disk was full, or the engine failed
 SAVE_S: Final = 1.0  # between two savings of a batch's counts
+LOOK_S: Final = 1.0  # between two looks at what other processes have written
+LEFT_S: Final = 3600.0  # since bytes of no file were written, where another process may be writing them
+FAULTS: Final = (OSError, ValueError, TypeError, KeyError)  # of a folder in which something is wrong
+_ID: Final = re.compile(r"batch_[0-9a-f]{24}")
 TIMES: Final = ("in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled")  # states with a time
 log = logging.getLogger("forerun.server")
 
@@ -89,29 +97,70 @@ class BatchJobs:
     """
 
     def __init__(
-        self, folder: Path, files: FileStore, server: BatchServer, num_at_once: int, max_row_bytes: int, drain_s: float
-    ) -> None:
+        self, folder: Path, files: FileStore, server: BatchServer, num_at_once: Callable[[], int], max_row_bytes: int,
+        drain_s: float, shared: bool = False,
+    ) -> None:  # fmt: skip
+        """`shared`: other processes use the folder, too, and answer with the same model."""
         self._folder, self._files, self._server = folder, files, server
         self._num_at_once, self._max_row_bytes, self._drain_s = num_at_once, max_row_bytes, drain_s
+        self._shared, self._owns = shared, False
         self._jobs: dict[str, BatchJob] = {}
         self._running: _Run | None = None
         self._wake = asyncio.Event()
         self._closing = False
-        self._lock = FileLock(folder.with_name("in-use.lock"), timeout=0, thread_local=False)
+        self._lock = FileLock(folder.with_name("in-use.lock"), thread_local=False)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
-            for path in folder.glob("*.json"):
-                known: Mapping[str, Any] = read_json(path)
-                job = BatchJob(**{entry.name: known[entry.name] for entry in fields(BatchJob)})
-                self._jobs[job.id] = job
-            files.drop_unfinished(
-                [i for j in self._jobs.values() if j.status in OPEN for i in (j.output_id, j.errors_id)]
-            )
+            if shared:
+                self._refresh()
+            else:
+                self._own()
         except Timeout as error:
             raise ConfigError(f"another server uses {folder.parent}: give each a --batch-dir of its own") from error
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except FAULTS as error:
             raise ConfigError(f"cannot keep batches in {folder}: {error!r}; choose another folder") from error
+
+    # -- the folder ---------------------------------------------------------------------------------------------
+
+    def _own(self) -> None:
+        """Become the one that answers. Raises Timeout if another process is."""
+        self._lock.acquire(blocking=False)
+        self._owns, self._jobs = True, {}
+        self._refresh()
+        written = [i for j in self._jobs.values() if j.status in OPEN for i in (j.output_id, j.errors_id)]
+        self._files.drop_unfinished(written, LEFT_S if self._shared else 0.0)
+
+    def _refresh(self) -> None:
+        """Learn what other processes have written; of what the owner knows, it alone writes states."""
+        for path in self._folder.glob("*.json"):
+            self._look(path.stem)
+
+    def _look(self, batch_id: str) -> BatchJob | None:
+        """A batch as it is now."""
+        path = self._folder / f"{batch_id}.json"
+        if not (self._owns and batch_id in self._jobs):
+            if not path.exists():
+                return None
+            known: Mapping[str, Any] = read_json(path)
+            self._jobs[batch_id] = BatchJob(**{entry.name: known[entry.name] for entry in fields(BatchJob)})
+        job = self._jobs[batch_id]
+        if job.status in OPEN:
+            with suppress(FileNotFoundError):
+                self._cancel(job, int(path.with_suffix(".cancel").stat().st_mtime))
+        return job
+
+    def _cancel(self, job: BatchJob, asked_s: int) -> None:
+        """A client asks for its end: the owner begins no further row."""
+        has_begun, is_new = job.status != "validating", job.status != "cancelling"
+        job.status, job.times["cancelling"] = "cancelling", asked_s
+        if not self._owns or not is_new:
+            return
+        if self._running is not None and self._running.id == job.id:
+            self._running.stops.soon.set()
+        elif not has_begun:
+            self._end(job, "cancelled")
+            return
+        self._save(job)
 
     # -- what clients ask ---------------------------------------------------------------------------------------
 
@@ -133,13 +182,14 @@ class BatchJobs:
 
     def get(self, batch_id: str) -> BatchJob:
         """One batch of the request's tenant. Raises ApiError 404."""
-        job = self._jobs.get(batch_id)
+        job = self._look(batch_id) if _ID.fullmatch(batch_id) else None
         if job is None or job.tenant != TENANT.get():
             raise ApiError(404, f"there is no batch {batch_id[:100]!r} here", param="batch_id", code="batch_not_found")
         return job
 
     def all(self) -> list[BatchJob]:
         """The batches of the request's tenant, the last one first."""
+        self._refresh()
         found = [job for job in self._jobs.values() if job.tenant == TENANT.get()]
         return sorted(found, key=_age, reverse=True)
 
@@ -149,35 +199,53 @@ class BatchJobs:
         if job.status not in OPEN:
             raise ApiError(400, f"{job.id} is {job.status}: only a batch that is not over can be cancelled",
                            param="batch_id", code="batch_is_over")  # fmt: skip
-        if job.status != "cancelling":
-            job.enter("cancelling")
-            self._save(job)
-        if self._running is None or self._running.id != job.id:
-            self._end(job, "cancelled")
-        else:
-            self._running.stops.soon.set()
-        return job
+        (self._folder / f"{job.id}.cancel").touch()
+        return self.get(batch_id)
 
     def uses(self, file_id: str) -> BatchJob | None:
         """A batch that is not over and reads or writes a file."""
+        self._refresh()
         of = (job for job in self._jobs.values() if job.status in OPEN)
         return next((job for job in of if file_id in (job.input_file_id, job.output_id, job.errors_id)), None)
 
     # -- answering ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Answer batches, the oldest first, until `close`."""
+        """Answer batches, the oldest first, until `close`, once no other process does."""
         try:
             while not self._closing:
                 self._wake.clear()
-                waiting = sorted([job for job in self._jobs.values() if job.status in OPEN], key=_age)
-                if not waiting:
-                    await self._wake.wait()
-                elif not await self._try(waiting[0]):
-                    with suppress(TimeoutError):
-                        await asyncio.wait_for(self._wake.wait(), TRY_AGAIN_S)
+                try:
+                    job = self._next()
+                except FAULTS as error:
+                    log.warning("batches wait", extra={"folder": str(self._folder), "why": repr(error)})
+                    await self._wait(TRY_AGAIN_S)
+                else:
+                    if job is None:
+                        await self._wait(LOOK_S if self._shared else None)
+                    elif not await self._try(job):
+                        await self._wait(TRY_AGAIN_S)
         finally:
             self._lock.release()
+
+    def _next(self) -> BatchJob | None:
+        """What is to be answered here."""
+        try:
+            self._refresh() if self._owns else self._own()
+        except Timeout:
+            return None
+        return min([job for job in self._jobs.values() if job.status in OPEN], key=_age, default=None)
+
+    async def _wait(self, longest_s: float | None) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), longest_s)
+
+    async def _watch(self) -> None:
+        """See which ends other processes ask for."""
+        while self._shared:
+            await asyncio.sleep(LOOK_S)
+            with suppress(*FAULTS):
+                self._refresh()
 
     async def _try(self, job: BatchJob) -> bool:
         """Answer what is left of a batch; False if it must wait for a disk with room, or an engine that works."""
@@ -185,6 +253,7 @@ class BatchJobs:
         if self._closing:
             self.close()
         TENANT.set(job.tenant)  # of the rows
+        watching = asyncio.create_task(self._watch())
         try:
             try:
                 status = await self._answer(job, self._running.stops)
@@ -204,6 +273,7 @@ class BatchJobs:
                 self._save(job)
             return True
         finally:
+            watching.cancel()
             self._running = None
 
     def close(self) -> None:
@@ -260,6 +330,7 @@ class BatchJobs:
                 job.written = [*{*job.written, file_id}]
         job.enter(status)
         self._save(job)
+        (self._folder / f"{job.id}.cancel").unlink(missing_ok=True)
 
     def _save(self, job: BatchJob) -> None:
         write_json(self._folder / f"{job.id}.json", asdict(job))

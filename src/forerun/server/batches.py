@@ -270,7 +270,7 @@ class Stops:
 
 
 async def answer_all(
-    answer: AnswerRow, rows: Iterable[BatchRow], num_at_once: int, stops: Stops, drain_s: float,
+    answer: AnswerRow, rows: Iterable[BatchRow], num_at_once: Callable[[], int], stops: Stops, drain_s: float,
     write: Callable[[bool, dict[str, Any]], None],
 ) -> None:  # fmt: skip
     """Answer rows, so many samples at a time or one row that asks for more, and `write` each answer when it is there.
@@ -283,7 +283,9 @@ async def answer_all(
     try:
         while (row := await asyncio.to_thread(next, left_rows, None)) is not None:
             while (
-                running and not soon.done() and sum([samples[each] for each in running]) + row.num_samples > num_at_once
+                running
+                and not soon.done()
+                and (sum([samples[each] for each in running]) + row.num_samples > num_at_once())
             ):
                 running = await _some(running, soon, write)
             if soon.done():

@@ -134,6 +134,11 @@ class EngineService:
         return self._thread.is_alive() and self._failures < MAX_FAILURES
 
     @property
+    def num_seats(self) -> int:
+        """Samples that are computed at the same time, at most."""
+        return self.llm.config.max_num_seqs
+
+    @property
     def step_s(self) -> float:
         """How long the step under way has taken; 0 between steps."""
         began = self._step_began
@@ -169,7 +174,7 @@ class EngineService:
             raise _shutting_down()
         if not self.healthy:
             raise ApiError(503, "the engine has stopped working; see /health", headers={"Retry-After": "30"})
-        slots = self.llm.config.max_num_seqs
+        slots = self.num_seats
         if self._num_open + num_samples > slots + self.settings.max_queue:
             wait_s = ceil(max(1.0, self._usual_s * (self._num_open - slots + num_samples) / slots))
             raise ApiError(

@@ -1,15 +1,18 @@
 """Files that clients upload and batches write, in one folder: bytes, and beside them what is known of each.
 
-Knows: names, sizes, how a folder is read again after a restart. Does not know: what is in a file, HTTP.
+Knows: names, sizes, how a folder is read again after a restart or when other processes use it, too. Does not know: what
+is in a file, HTTP.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
@@ -22,6 +25,7 @@ from forerun.server.errors import ApiError
 PURPOSES: Final = ("batch",)  # of uploads; what a batch writes has "batch_output"
 MAX_NAME: Final = 255  # characters of a file's name that are kept
 MAX_PAGE: Final = 10_000  # entries of a list
+_ID: Final = re.compile(r"file-[0-9a-f]{24}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +62,36 @@ class FileStore:
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(f"cannot keep files in {folder}: {error}; choose another folder") from error
 
-    def drop_unfinished(self, kept: Collection[str]) -> None:
-        """Delete what a process that was killed left: bytes of no file, but those with the ids `kept`."""
-        known = {*self._files, *kept}
+    def drop_unfinished(self, kept: Collection[str], age_s: float) -> None:
+        """Delete what a process that was killed left: bytes of no file, that old, but those with the ids `kept`."""
+        self._refresh()
+        known, until_s = {*self._files, *kept}, time.time() - age_s
         for path in (*self._folder.glob("*.jsonl"), *self._folder.glob("*.new")):
             if path.suffix == ".new" or path.stem not in known:
-                path.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):  # another process has finished or deleted it
+                    if path.stat().st_mtime <= until_s:
+                        path.unlink()
+
+    def _refresh(self) -> None:
+        """Learn which files other processes have added and deleted."""
+        there = {path.stem for path in self._folder.glob("*.json")}
+        for file_id in (*there.difference(list(self._files)), *set(self._files).difference(there)):
+            self._look(file_id)
+
+    def _look(self, file_id: str) -> StoredFile | None:
+        """What is known of a file now."""
+        about = self._folder / f"{file_id}.json"
+        if not _ID.fullmatch(file_id) or not about.exists() or not self.path(file_id).exists():
+            self._files.pop(file_id, None)
+        elif file_id not in self._files:
+            with suppress(FileNotFoundError):
+                self._files[file_id] = StoredFile(**read_json(about))
+        return self._files.get(file_id)
 
     @property
     def num_left(self) -> int:
         """Bytes that may still be uploaded."""
+        self._refresh()
         uploaded = sum(file.bytes for file in list(self._files.values()) if file.purpose in PURPOSES)
         return max(0, self._max_bytes - uploaded - self._coming)
 
@@ -110,7 +134,7 @@ class FileStore:
 
     def get(self, file_id: str, tenant: str, param: str = "file_id") -> StoredFile:
         """What is known of a tenant's file. Raises ApiError 404."""
-        found = self._files.get(file_id)
+        found = self._look(file_id)
         if found is None or found.tenant != tenant:
             raise ApiError(404, f"there is no file {file_id[:100]!r} here", param=param, code="file_not_found")
         return found
@@ -123,6 +147,7 @@ class FileStore:
 
     def all(self, tenant: str) -> list[StoredFile]:
         """A tenant's files, the last one first."""
+        self._refresh()
         found = [file for file in list(self._files.values()) if file.tenant == tenant]
         return sorted(found, key=lambda file: (file.created_at, file.id), reverse=True)
 

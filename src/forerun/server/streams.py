@@ -61,6 +61,10 @@ class Service(Protocol):
     def healthy(self) -> bool:
         """Whether requests can be answered."""
 
+    @property
+    def num_seats(self) -> int:
+        """Samples that are computed at the same time, at most."""
+
     def load(self) -> EngineLoad:
         """How busy it is."""
 

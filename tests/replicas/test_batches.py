@@ -1,0 +1,131 @@
+"""/v1/files and /v1/batches in front of replicas: the bytes of `forerun batch`, by whichever of several processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from forerun.replicas import fleet as fleets
+from forerun.server import batch_jobs
+from forerun.server.stored_files import FileStore
+from tests.replicas.conftest import InProcess, fleet_client
+from tests.server.conftest import wait_until
+from tests.server.test_batch_api import data_of, ended, start, until, upload
+from tests.server.test_batches import CHAT, batch, chat_row, rows, write
+
+__all__ = ["batch"]  # a fixture
+
+
+@pytest.fixture(autouse=True)
+def quick(replicas: InProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(fleets, "RETRY_S", 0.001)
+    monkeypatch.setattr(batch_jobs, "LOOK_S", 0.02)
+    replicas.orders.clear()
+    yield
+    replicas.lost = lambda order, said: False
+
+
+def lines(client: TestClient, file_id: str) -> list[bytes]:
+    return sorted(client.get(f"/v1/files/{file_id}/content").content.splitlines())
+
+
+def many(num_rows: int, **fields: Any) -> list[Any]:
+    return [chat_row(f"c{i}", f"Tell me about {i}.", **{"max_tokens": 16, **fields}) for i in range(num_rows)]
+
+
+def by_command(batch: Callable[..., Any], folder: Path, given: list[Any]) -> list[bytes]:
+    """What `forerun batch` writes."""
+    batch(write(folder / "in.jsonl", given), folder / "out.jsonl")
+    return sorted((folder / "out.jsonl").read_bytes().splitlines())
+
+
+def test_answers_are_those_of_the_command_though_replicas_are_lost(
+    replicas: InProcess, batch: Callable[..., Any], tmp_path: Path
+) -> None:
+    given = [row for row in rows() if row["url"] == CHAT]
+    replicas.lost = lambda order, said: order % 3 == 0 and said == 2
+    with fleet_client(replicas, batch_dir=tmp_path / "kept") as client:
+        over = until(client, start(client, given)["id"], ended)
+        assert over["request_counts"] == {"total": len(given), "completed": len(given), "failed": 0}
+        assert lines(client, over["output_file_id"]) == by_command(batch, tmp_path, given)
+    assert len(replicas.orders) > len(given)
+
+
+def test_rows_take_half_of_the_seats_of_all_replicas(replicas: InProcess, tmp_path: Path) -> None:
+    with fleet_client(replicas, batch_dir=tmp_path) as client:
+        service: Any = client.app.state.service  # type: ignore[attr-defined]
+        assert service.num_seats == 16 * 2
+        most = 0
+        made = start(client, many(40, max_tokens=100, ignore_eos=True))
+        while client.get(f"/v1/batches/{made['id']}").json()["request_counts"]["completed"] < 8:
+            most = max(most, service._num_open)
+            time.sleep(0.001)
+        client.post(f"/v1/batches/{made['id']}/cancel")
+        until(client, made["id"], ended)
+    assert 8 < most <= 16
+
+
+def test_one_of_several_processes_answers_and_another_one_after_it(
+    replicas: InProcess, batch: Callable[..., Any], tmp_path: Path
+) -> None:
+    given = many(24)
+    with ExitStack() as first, ExitStack() as second:
+        one = first.enter_context(fleet_client(replicas, batch_dir=tmp_path / "kept"))
+        one_begins = start(one, given)
+        other = second.enter_context(fleet_client(replicas, batch_dir=tmp_path / "kept"))
+        assert other.get(f"/v1/files/{one_begins['input_file_id']}").json()["bytes"] == len(data_of(given))
+        until(other, one_begins["id"], lambda job: job["request_counts"]["completed"] > 0)
+        first.close()  # in the middle
+        over = until(other, one_begins["id"], ended)
+        assert over["status"] == "completed" and over["request_counts"]["completed"] == 24
+        assert lines(other, over["output_file_id"]) == by_command(batch, tmp_path, given)
+        third = second.enter_context(fleet_client(replicas, batch_dir=tmp_path / "kept"))
+        made = start(third, given)  # by one that does not answer
+        over = until(third, made["id"], ended)
+        assert lines(third, over["output_file_id"]) == lines(other, over["output_file_id"])
+        assert [each["id"] for each in third.get("/v1/batches").json()["data"]] == [made["id"], one_begins["id"]]
+    assert len(replicas.orders) < 2 * 24 + 16  # no row is answered by two, but those that the first one left
+
+
+def test_a_batch_is_cancelled_and_a_file_deleted_by_whichever_process(replicas: InProcess, tmp_path: Path) -> None:
+    with (
+        fleet_client(replicas, batch_dir=tmp_path) as owner,
+        fleet_client(replicas, batch_dir=tmp_path) as other,
+    ):
+        given = many(64, max_tokens=200, ignore_eos=True)
+        made, waiting = start(owner, given), start(owner, given)
+        until(other, made["id"], lambda job: job["request_counts"]["completed"] > 0)
+        in_use = other.delete(f"/v1/files/{made['input_file_id']}")
+        assert in_use.status_code == 409 and made["id"] in in_use.json()["error"]["message"]
+        for each in (waiting, made):
+            assert other.post(f"/v1/batches/{each['id']}/cancel").json()["status"] == "cancelling"
+        over = until(owner, made["id"], ended)
+        assert over["status"] == "cancelled" and over["cancelled_at"] >= over["cancelling_at"]
+        assert len(lines(other, over["output_file_id"])) == over["request_counts"]["completed"] < 64
+        assert until(other, waiting["id"], ended)["output_file_id"] is None
+        assert other.post(f"/v1/batches/{made['id']}/cancel").status_code == 400
+        assert owner.delete(f"/v1/files/{made['input_file_id']}").json()["deleted"] is True
+        assert other.get(f"/v1/files/{made['input_file_id']}").status_code == 404
+        assert not list((tmp_path / "batches").glob("*.cancel"))
+
+
+def test_uploads_of_all_processes_count_and_none_is_taken_for_a_leftover(replicas: InProcess, tmp_path: Path) -> None:
+    coming, left = (tmp_path / "files" / f"file-{name}.jsonl" for name in ("coming", "left"))
+    coming.parent.mkdir()
+    for path in (coming, left):
+        path.write_text("x")
+    os.utime(left, (time.time() - 2 * batch_jobs.LEFT_S,) * 2)
+    options = {"batch_dir": tmp_path, "max_batch_bytes": 2000}
+    with fleet_client(replicas, **options) as one, fleet_client(replicas, **options) as other:
+        upload(one, ["x" * 1500])
+        answer = other.post("/v1/files", files={"file": b"x" * 600}, data={"purpose": "batch"})
+        assert answer.status_code == 413 and "there is room for 499" in answer.json()["error"]["message"]
+        assert wait_until(lambda: not left.exists(), 20) and coming.exists()
+        assert [file.bytes for file in FileStore(tmp_path / "files", 2000).all("")] == [1501]
