@@ -12,9 +12,10 @@ Writes benchmarks/results/DATE-structured.json, prints counts, exits with 1 if a
 
     python benchmarks/structured.py --forced --model MODEL [--drafter suffix ...] [--num-requests 6]
 
-measures speed instead: what it brings that the tokens a grammar leaves no choice about are drafts (`engine/masks.py`).
-Answers of about 200 tokens to one schema with fixed keys, one at a time, in turns by two engines with the same drafter
-and weights, one of which is not told what is forced. The texts must be equal. Nothing else should run meanwhile.
+measures speed instead: what it brings that the tokens a grammar leaves no choice about are drafts
+(`engine/masks.py`). Answers to one schema with fixed keys (with `--items 0` about 140 tokens where values are short
+words, 40 more for each item of the order), one at a time, in turns by two engines with the same drafter and weights,
+one of which is not told what is forced. The texts must be equal. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -94,24 +95,27 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-ORDER = closed(
-    order_number={"type": "integer", "minimum": 1000, "maximum": 9999},
-    customer=closed(
-        first_name=words(8), last_name=words(8), customer_since={"enum": [2021, 2022, 2023]},
-        receives_newsletter={"type": "boolean"},
-    ),
-    delivery_address=closed(
-        street=words(8), house_number={"type": "integer", "minimum": 1, "maximum": 200}, city=words(8),
-        country={"enum": ["France", "Norway", "Spain"]},
-    ),
-    ordered_items={"type": "array", "minItems": 2, "maxItems": 2, "items": closed(
+def order(num_items: int) -> dict[str, Any]:
+    """An order of so many articles: long keys, short values."""
+    item = closed(
         article=words(8), quantity={"type": "integer", "minimum": 1, "maximum": 9},
         price_in_cents={"type": "integer", "minimum": 100, "maximum": 9999}, currency={"const": "EUR"},
-    )},
-    payment_method={"enum": ["invoice", "credit card", "bank transfer"]},
-    is_gift={"type": "boolean"},
-    current_status={"enum": ["open", "paid", "sent"]},
-)  # fmt: skip
+    )  # fmt: skip
+    return closed(
+        order_number={"type": "integer", "minimum": 1000, "maximum": 9999},
+        customer=closed(
+            first_name=words(8), last_name=words(8), customer_since={"enum": [2021, 2022, 2023]},
+            receives_newsletter={"type": "boolean"},
+        ),
+        delivery_address=closed(
+            street=words(8), house_number={"type": "integer", "minimum": 1, "maximum": 200}, city=words(8),
+            country={"enum": ["France", "Norway", "Spain"]},
+        ),
+        ordered_items={"type": "array", "minItems": num_items, "maxItems": num_items, "items": item},
+        payment_method={"enum": ["invoice", "credit card", "bank transfer"]},
+        is_gift={"type": "boolean"},
+        current_status={"enum": ["open", "paid", "sent"]},
+    )  # fmt: skip
 
 
 class Answer(NamedTuple):
@@ -146,6 +150,7 @@ def options() -> argparse.Namespace:
         "--drafter", action="append", help="NAME or NAME=MODEL; portfolio unless given; one but --forced"
     )
     parser.add_argument("--forced", action="store_true", help="measure what forced tokens bring")
+    parser.add_argument("--items", type=int, default=2, help="of the order that --forced asks for")
     parser.add_argument("--num-requests", type=int, help="1000 unless given, with --forced 6")
     parser.add_argument("--temperature", type=float, default=1.0, help="of --forced")
     parser.add_argument("--concurrency", type=int, default=16)
@@ -315,7 +320,7 @@ def row_of(plain: LLM, drafter: str, compiler: GrammarCompiler, given: argparse.
     outputs: list[list[Any]] = [[], []]
     for index in range(-1, given.num_requests):
         for which in (0, 1) if index % 2 else (1, 0):
-            mask = compiler.mask(GrammarSpec("json", json.dumps(ORDER)))
+            mask = compiler.mask(GrammarSpec("json", json.dumps(order(given.items))))
             output = answered(engines[which], mask if which == 0 else Untold(mask), index, given)
             if index >= 0:
                 seconds[which].append(output.stats.decode_s)
