@@ -83,7 +83,7 @@ def assemble(
     max_model_len = min(_longest(config, model), kv_cache.num_rows)
     kept = _kept(config, drafter, model, kernels) if config.keep_learned else None
     with torch_threads():  # passes are measured as steps run them
-        policy = _policy(config, runner, drafter, kv_cache, kept)
+        policy = _policy(config, runner, drafter, kv_cache, min(model.max_position, kv_cache.num_rows), kept)
     model.release("")  # what was measured
     engine = Engine(
         model=model,
@@ -231,10 +231,13 @@ def kv_budget(config: EngineConfig, device: torch.device, weight_bytes: int = 0)
     return config.kv_cache_bytes or int(max(free, 0) * share)
 
 
-def _policy(config: EngineConfig, runner: Runner, drafter: Portfolio, kv_cache: KVCache, kept: Kept | None) -> Policy:
+def _policy(
+    config: EngineConfig, runner: Runner, drafter: Portfolio, kv_cache: KVCache, longest: int, kept: Kept | None
+) -> Policy:
+    """`longest`: rows of one sequence that model and pool can hold; what is measured is one."""
     if drafter.max_nodes <= 1 or not config.drafter.adaptive:
         return FixedPolicy(drafter.max_nodes)
-    max_rows = min(config.max_num_batched_tokens, kv_cache.num_rows)
+    max_rows = min(config.max_num_batched_tokens, longest)
     rows = rows_to_measure(drafter.max_nodes * config.max_num_seqs, max_rows)
     unknown = {member.name: CallCosts(draws_levels=member.drafter.weight_bytes > 0) for member in drafter.members}
     is_coupled, is_host = config.verification == "coupled", kv_cache.device.type == "cpu"
@@ -243,7 +246,7 @@ def _policy(config: EngineConfig, runner: Runner, drafter: Portfolio, kv_cache: 
         costs = Costs(PassCosts(measure_passes(rows, runner, kv_cache)))
         for member in drafter.members:
             alone = Portfolio([member], member.name, drafter.max_nodes, is_coupled)
-            costs.calls[member.name] = measure_calls(alone, runner, kv_cache)
+            costs.calls[member.name] = measure_calls(alone, runner, kv_cache, longest)
     return AdaptivePolicy(drafter.max_nodes, costs, may_prune=is_coupled, looks_at_drafts=is_host)
 
 

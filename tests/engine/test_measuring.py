@@ -13,7 +13,8 @@ from tests.support import mini
 
 
 @pytest.mark.parametrize("name", ["mtp", "eagle", "medusa", "draft"])
-def test_what_calls_take_is_known_before_the_first_request(name: str) -> None:
+def test_what_calls_take_is_known_before_the_first_request(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_BUDGET_S", 60.0)  # on a busy machine few sizes are tried
     engine = mini.drafting("draft" if name == "draft" else name).engine
     assert isinstance(engine.policy, AdaptivePolicy)
     costs = engine.policy.costs.calls[name].by_size
@@ -24,8 +25,22 @@ def test_what_calls_take_is_known_before_the_first_request(name: str) -> None:
 
 def test_a_drafter_without_weights_is_not_tried() -> None:
     made = mini.drafting("suffix").engine
-    costs = measuring.measure_calls(made.drafter, made.runner, made.kv_cache)
+    costs = measuring.measure_calls(made.drafter, made.runner, made.kv_cache, 2048)
     assert not costs.by_size and not costs.draws_levels
+
+
+@pytest.mark.parametrize(("drafter", "positions"), [("suffix", 32), ("draft", 32), ("draft", 70)])
+def test_a_model_of_few_positions_is_measured_within_them(
+    drafter: str, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, asked = mini.plain().loaded, list[int]()
+    monkeypatch.setattr(loaded.model, "max_position", positions)
+    inner = measuring._seconds_of
+    monkeypatch.setattr(measuring, "_seconds_of", lambda *args: (asked.append(args[1].num_rows), inner(*args))[1])
+    options = {"draft_model": "mini-draft"} if drafter == "draft" else {}
+    engine = mini.drafting(drafter, max_model_len=positions, max_num_seqs=8, keep_learned=False, **options).engine
+    assert isinstance(engine.policy, AdaptivePolicy) and not engine.policy.costs.calls[drafter].by_size
+    assert asked and max(asked) <= positions
 
 
 def test_nothing_stays_of_the_text() -> None:

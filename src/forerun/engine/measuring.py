@@ -62,15 +62,16 @@ def _seconds_of(runner: Runner, batch: ForwardBatch, kv_cache: KVCache) -> float
     return perf_counter() - start
 
 
-def measure_calls(drafter: Drafter, runner: Runner, kv_cache: KVCache) -> CallCosts:
-    """What the drafter's calls cost; a drafter without weights of its own is not measured.
+def measure_calls(drafter: Drafter, runner: Runner, kv_cache: KVCache, longest: int) -> CallCosts:
+    """What the drafter's calls cost; a drafter without weights of its own is not measured, nor one for a target that
+    cannot hold the text.
 
-    `runner` executes the target, with the hidden states the drafter needs.
+    `runner` executes the target, with the hidden states the drafter needs. longest: rows of one sequence it can hold.
     """
     costs = CallCosts(draws_levels=drafter.weight_bytes > 0)
-    needed = kv_cache.num_blocks_for(_NUM_KNOWN + drafter.max_nodes)
-    if not costs.draws_levels or needed > kv_cache.num_blocks or drafter.max_nodes <= 1:
+    if not costs.draws_levels or _NUM_KNOWN + drafter.max_nodes > longest or drafter.max_nodes <= 1:
         return costs
+    needed = kv_cache.num_blocks_for(_NUM_KNOWN + drafter.max_nodes)
     max_len = _NUM_KNOWN + 64
     request = Request("", (0,) * _NUM_KNOWN, SamplingParams(temperature=0.0), seed=0, max_len=max_len)
     request.block_ids = list(range(needed))
