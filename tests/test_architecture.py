@@ -134,6 +134,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "drafters.named",
         "engine.outputs",
         "runtime.parallel.start",  # what tells weights from others
+        "weights.identity",
         "weights.tokenizer",
         "core",
         "config",

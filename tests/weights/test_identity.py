@@ -52,8 +52,8 @@ def test_all_files_of_a_divided_model_count(tmp_path: Path) -> None:
 
 def test_a_large_file_is_read_once_for_each_state_it_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identity, "KEPT_FROM", 1000)
-    path, hashed, usual = tmp_path / "m.gguf", list[Path](), identity._hash
-    monkeypatch.setattr(identity, "_hash", lambda file: (hashed.append(file), usual(file))[1])
+    path, hashed, usual = tmp_path / "m.gguf", list[Path](), identity.hash_of_file
+    monkeypatch.setattr(identity, "hash_of_file", lambda file: (hashed.append(file), usual(file))[1])
     path.write_bytes(b"a" * 2000)
     first = digest_of(path)
     assert digest_of(path) == first and len(hashed) == 1

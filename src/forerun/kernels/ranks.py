@@ -99,7 +99,7 @@ class GroupRanks(Ranks):
         except RuntimeError as error:
             raise RankLost(
                 f"rank {self.rank} of {self.size} waited at most {self._limit.total_seconds():g} s for the others, one "
-                f"of which ended or hangs ({_first_line(error)}): look at its own messages, then start all again"
+                f"of which ended or hangs ({first_line(error)}): look at its own messages, then start all again"
             ) from error
         parts = received.view(self.size, num_rows, widest)
         return torch.cat([one[:, :width] for one, width in zip(parts, widths, strict=True)], dim=1)
@@ -155,5 +155,6 @@ def _shared_memory(group: dist.ProcessGroup | None, limit_s: float) -> SharedMem
     return memory if all(opened) else None
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Of what an error says; torch adds where in its source it was raised."""
     return (str(error) or type(error).__name__).splitlines()[0][:200]

@@ -26,6 +26,7 @@ from forerun.server.metrics import EngineLoad
 from forerun.server.service import EngineService
 from forerun.server.settings import ServerSettings
 from forerun.server.streams import Delta
+from forerun.weights.identity import hash_of_file
 
 Said = Accepted | PromptFigures | Refusal | list[Delta]
 
@@ -126,5 +127,5 @@ def _adapters(folders: Mapping[str, str]) -> list[tuple[str, str, list[str]]]:
     found = []
     for name, folder in sorted(folders.items()):
         files = sorted(Path(folder).expanduser().glob("adapter_*"))  # configuration and matrices, as PEFT names them
-        found.append((name, folder, [sha256(path.read_bytes()).hexdigest() for path in files]))
+        found.append((name, folder, [hash_of_file(path) for path in files]))
     return found

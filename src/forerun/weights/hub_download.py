@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import glob
-import hashlib
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from filelock import FileLock
 
 from forerun.errors import ForerunError, ModelError, ModelNotFoundError, ResourceError
 from forerun.weights.hub import HubName, choose_files, find_cached
+from forerun.weights.identity import hash_of_file
 
 Progress = Callable[
     [str, int], AbstractContextManager[Callable[[int], None]]
@@ -169,15 +169,10 @@ def _complete(url: str, blob: Path, size: int, file: str, bar: Any) -> None:
     with partial.open("ab") as out:
         http_get(url, out, resume_size=begun, headers=headers, expected_size=size, tqdm_class=bar,
                  displayed_filename=file)  # fmt: skip
-    if begun and len(blob.name) == 64 and _sha256(partial) != blob.name:
+    if begun and len(blob.name) == 64 and hash_of_file(partial) != blob.name:
         partial.unlink()
         raise ModelError(f"{file} came damaged, its beginning from an earlier download: download it again")
     partial.replace(blob)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _bar(advance: Callable[[int], None], is_shown: bool) -> Any:

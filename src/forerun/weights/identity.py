@@ -23,7 +23,6 @@ from forerun.config import cache_folder
 SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json", ".npz")
 KEPT_FROM: Final = 1 << 20  # bytes of files whose hashes are kept; smaller ones are read again
 _PART: Final = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # of a model in several files
-_CHUNK: Final = 1 << 22
 _THREADS: Final = 4  # hashing does not hold Python's lock
 
 Stamp = tuple[str, int, int, int]  # name, bytes, time of the last change in ns, inode
@@ -33,8 +32,7 @@ def stamps_of(path: Path) -> tuple[Stamp, ...]:
     """What a model's or adapter's files look like from outside; equal while nobody has changed or replaced one."""
     found = []
     for file in _files(path):
-        stat = file.stat()
-        found.append((_name(file, path), stat.st_size, stat.st_mtime_ns, stat.st_ino))
+        found.append((_name(file, path), *_state(file)))
     return tuple(found)
 
 
@@ -56,7 +54,7 @@ def code_digest(package: Path) -> str:
     """A hash over the modules and extensions of an installed package: other code may compute other bits."""
     whole = hashlib.sha256()
     for file in sorted(each for suffix in ("*.py", "*.so", "*.pyd") for each in package.rglob(suffix)):
-        whole.update(f"{file.relative_to(package).as_posix()}\n{_hash(file)}\n".encode())
+        whole.update(f"{file.relative_to(package).as_posix()}\n{hash_of_file(file)}\n".encode())
     return whole.hexdigest()
 
 
@@ -75,22 +73,20 @@ def _name(file: Path, path: Path) -> str:
 def _hash_of(file: Path, known: dict[str, Any]) -> str:
     """The file's hash, from `known` if it was hashed in this state."""
     kept = known.get(str(file.resolve()))
-    if isinstance(kept, list) and kept[:-1] == _state(file) and isinstance(kept[-1], str):
+    if isinstance(kept, list) and kept[:-1] == [*_state(file)] and isinstance(kept[-1], str):
         return kept[-1]
-    return _hash(file)
+    return hash_of_file(file)
 
 
-def _hash(file: Path) -> str:
-    whole = hashlib.sha256()
+def hash_of_file(file: Path) -> str:
+    """SHA-256 of all its bytes. Raises OSError."""
     with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            whole.update(chunk)
-    return whole.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _state(file: Path) -> list[int]:
+def _state(file: Path) -> tuple[int, int, int]:
     stat = file.stat()
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def _read_known() -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forerun.errors import RankLost
+from forerun.kernels.ranks import first_line
 
 PASS_LIMIT_S = 3600.0  # an early stage may compute that long; who hangs or died is found out by beats
 
@@ -101,8 +102,3 @@ def digest_of(tensor: Tensor, start: int) -> int:
     """A check sum of a float32 tensor's bits, which goes on from `start`."""
     bits = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(bits.numpy().tobytes(), start)
-
-
-def first_line(error: BaseException) -> str:
-    """Of what an error says; torch adds where in its source it was raised."""
-    return (str(error) or type(error).__name__).splitlines()[0][:200]

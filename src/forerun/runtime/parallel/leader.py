@@ -149,12 +149,10 @@ class Crew:
         self._is_passing = True
         try:
             yield
-        except ForerunError as error:
-            if not isinstance(error, RankLost):
+        except Exception as error:
+            if isinstance(error, ForerunError) and not isinstance(error, RankLost):
                 self.fail(str(error))
                 raise
-            raise self._named(error) from error
-        except Exception as error:
             raise self._named(error) from error
         except BaseException:
             self.fail("interrupted in the middle of a pass")

@@ -37,13 +37,13 @@ from forerun.errors import ConfigError, RankLost
 from forerun.kernels.cores import usable_cores
 from forerun.kernels.device import CPU
 from forerun.kernels.ops import Kernels
-from forerun.kernels.ranks import Ranks, connect_ranks
+from forerun.kernels.ranks import Ranks, connect_ranks, first_line
 from forerun.kernels.select import select_kernels
 from forerun.models.decoder import Decoder
 from forerun.models.loader import LoadedModel, load_model, open_checkpoint
 from forerun.models.parts import load_ends
 from forerun.models.stages import StagedDecoder
-from forerun.runtime.parallel.exchange import Exchange, RankLayout, first_line
+from forerun.runtime.parallel.exchange import Exchange, RankLayout
 from forerun.runtime.parallel.follower import Inbox, RankFollower, guarded
 from forerun.runtime.parallel.leader import Crew, RankedModel
 from forerun.runtime.parallel.links import Link, LinkClosed
