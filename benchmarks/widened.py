@@ -2,7 +2,7 @@
 
     python benchmarks/widened.py WORK --prompts question.jsonl [--weights int4,bf16] [--temperatures 0,0.7]
         [--model mini] [--shape llama-3.2-1b] [--limit 24] [--max-tokens 96] [--repeats 1] [--drafters draft,mtp,...]
-        [--head dflash=FOLDER ...] [--foreign FOLDER] [--vocabulary 2048] [--prepare]
+        [--head dflash=FOLDER ...] [--draft FOLDER] [--foreign FOLDER] [--vocabulary 2048] [--prepare]
 
 WORK gets what is measured, once: the widened model in bfloat16 and in 4 bits, its widened heads (MODEL-mtp, -eagle,
 -dflash, or the folders that are given; one that does not exist is left out, by name), and a list of the tokens that
@@ -76,6 +76,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--portfolio", default="suffix+draft", help="its members")
     parser.add_argument("--head-weights", default="int8", help="of the heads: stored, int8 or int4")
     parser.add_argument("--head", action="append", default=[], metavar="NAME=FOLDER", help=f"of {', '.join(HEADS)}")
+    parser.add_argument("--draft", help="a draft model; the one embedded with the model unless given")
     parser.add_argument("--foreign", help="a draft model with another tokenizer (lab/foreign.py)")
     parser.add_argument("--vocabulary", type=int, default=2048, help="tokens that trimmed drafters may propose")
     parser.add_argument("--prepare", action="store_true", help="write the models and measure nothing")
@@ -164,7 +165,8 @@ def entrants(given: argparse.Namespace, heads: Mapping[str, Path]) -> list[Entra
     Raises ConfigError for a name that is none.
     """
     trimmed = {"draft_vocabulary": str(given.work / f"tokens-{given.vocabulary}.json")}
-    small = f"draft={given.model}-draft" if f"{given.model}-draft" in EMBEDDED else None
+    embedded = f"{given.model}-draft" if f"{given.model}-draft" in EMBEDDED else None
+    small = f"draft={found}" if (found := given.draft or embedded) else None
     rows = list[Entrant]()
     if small is not None:
         rows += [Entrant("draft", small), Entrant("draft trimmed", small, trimmed)]

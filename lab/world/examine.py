@@ -163,8 +163,11 @@ def printed(llm: LLM, count: int, seed: int, max_tokens: int = MOST_TOKENS) -> l
 
 
 def searched(llm: LLM, count: int, seed: int, max_tokens: int = MOST_TOKENS) -> tuple[list[str], bool]:
-    """So many conversations of all kinds in turns: how many answers go on as another speaker, and whether any does."""
-    rng, kinds = random.Random(seed + 1), list(make.EXAM.values())
+    """So many conversations: how many answers go on as another speaker, and whether any does.
+
+    Every second is a dialogue, where others have spoken before; the others begin with a question of each kind in turns.
+    """
+    rng, kinds = random.Random(seed + 1), [each for kind in make.EXAM.values() for each in (dialogue, kind)]
     samples = [kinds[number % len(kinds)](rng, "test") for number in range(count)]
     answered = conversed(llm, samples, max_tokens)
     answers = [answer for of_one in answered for answer in of_one]

@@ -16,7 +16,7 @@ from tests.support import mini
 
 def given(**options: Any) -> Namespace:
     usual = {"work": Path("work"), "model": "mini", "portfolio": "suffix+draft", "vocabulary": 512, "foreign": None,
-             "drafters": None}  # fmt: skip
+             "draft": None, "drafters": None}  # fmt: skip
     return Namespace(**{**usual, **options})
 
 
@@ -31,6 +31,8 @@ def test_every_drafter_has_its_rows() -> None:
     assert rows["dflash"].options == {"tree_width": 1} and not rows["dflash tree"].options
     assert rows["mtp trimmed"].options == {"draft_vocabulary": "work/tokens-512.json"}
     assert rows["foreign draft"].drafter == "draft=other"
+    other = widened.entrants(given(model="./other", draft="small", drafters="draft,portfolio"), heads)
+    assert [row.drafter for row in other] == ["draft=small", "portfolio=suffix+draft=small"]
     asked = widened.entrants(given(portfolio="suffix+eagle", drafters="portfolio, eagle"), heads)
     assert [row.drafter for row in asked] == ["portfolio=suffix+eagle=work/eagle", "eagle=work/eagle"]
 
