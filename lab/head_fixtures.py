@@ -1,8 +1,9 @@
 """Writes tests/drafters/fixtures: a small random target, and heads for it as vLLM's speculators saves them.
 
 Knows: speculators. Does not know: forerun, whose tests read what is written here. Beside each head `expected.json`
-holds the logits that the library's own model gives every slot of a block behind known tokens, in float32. Run in an
-environment with torch, transformers and speculators 0.9.0:
+holds the logits that the library's own model gives every slot of a block behind known tokens, in float32, and the chain
+that follows from them where slots look at those before. Run in an environment with torch, transformers and speculators
+0.9.0:
 
     tools/bin/python lab/head_fixtures.py tests/drafters/fixtures
 """
@@ -24,8 +25,10 @@ from speculators.losses import resolve_loss_config
 from speculators.models.dflash import DFlashSpeculatorConfig
 from speculators.models.dflash.core import DFlashDraftModel
 from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
+from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 from speculators.models.peagle import core as peagle
 from speculators.models.peagle.config import PEagleSpeculatorConfig
+from speculators.models.xpress import XPressDraftModel, XPressSpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 
 VOCAB, HIDDEN, BLOCK, MASK = 64, 32, 5, 60
@@ -67,13 +70,13 @@ def layers(kind: str, **fields: Any) -> Any:
 
 
 def block_logits(model: Any, states: torch.Tensor, final: torch.Tensor, num_known: int) -> torch.Tensor:
-    """Of every slot behind the root of one block."""
+    """Of every slot of one block that gives a draft."""
     root = num_known - 1
     mask, zeros = torch.zeros(1, len(TOKENS)), torch.zeros(1, len(TOKENS), dtype=torch.long)
     mask[0, root] = 1
     ids = torch.tensor([TOKENS])
     _, logits, *_ = model._backbone_forward(states, ids, mask, final, zeros, max_anchors=1)
-    return logits[0, 1:]
+    return logits[0, 0 if model.config.sample_from_anchor else 1 :]
 
 
 def parallel_logits(model: Any, states: torch.Tensor, final: torch.Tensor, num_known: int) -> torch.Tensor:
@@ -90,6 +93,11 @@ def parallel_logits(model: Any, states: torch.Tensor, final: torch.Tensor, num_k
     return found[0][0, [last, *range(rows, rows + BLOCK - 1)]]
 
 
+def keep_hidden(model: Any) -> None:
+    """Let the model remember what its output layer read of the last block [slots, H]."""
+    model.norm.register_forward_hook(lambda _, __, out: setattr(model, "last_hidden", out[0]))
+
+
 def write(name: str, model: Any, layer_ids: list[int], logits_of: Callable[..., torch.Tensor], hidden: Any) -> None:
     """Save a head, and what it drafts."""
     model.eval().save_pretrained(name)
@@ -99,20 +107,46 @@ def write(name: str, model: Any, layer_ids: list[int], logits_of: Callable[..., 
         for num_known in NUM_KNOWN:
             logits = logits_of(model, torch.cat([hidden[i] for i in layer_ids], -1), hidden[-1], num_known)
             case = {"known": TOKENS[:num_known], "logits": [[round(x, 6) for x in row] for row in logits.tolist()]}
-            if hasattr(model, "candidate_selector"):
-                case["chain"] = chain(model, logits, TOKENS[num_known - 1])
+            for part, chain in CHAINS.items():
+                if hasattr(model, part):
+                    case["chain"] = chain(model, logits, TOKENS[:num_known])
             cases.append(case)
     Path(name, "expected.json").write_text(json.dumps(cases) + "\n")
 
 
-def chain(model: Any, logits: torch.Tensor, root: int) -> list[int]:
+def selected(model: Any, logits: torch.Tensor, known: list[int]) -> list[int]:
     """The selector's own choice, slot by slot."""
-    above, chosen = torch.tensor([root]), []
-    for row, hidden in zip(logits, model.last_hidden, strict=True):
+    above, chosen = torch.tensor(known[-1:]), []
+    for row, hidden in zip(logits, model.last_hidden[1:], strict=True):
         ids, scores = model.candidate_selector.select(row[None], hidden[None], above)
         above = ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
         chosen.append(int(above))
     return chosen
+
+
+def followed(model: Any, logits: torch.Tensor, known: list[int]) -> list[int]:
+    """What the Markov head's own additions make the best token, slot by slot."""
+    before = known[-1:]
+    for slot, row in enumerate(logits):
+        hidden, tokens = model.last_hidden[None, : slot + 1], torch.tensor([before])
+        best = (row + model.markov_head.block_bias(prev_token_ids=tokens, hidden_states=hidden)[0, slot]).argmax()
+        before.append(int(best + model.d2t[best]))
+    return before[1:]
+
+
+def refined(model: Any, logits: torch.Tensor, known: list[int]) -> list[int]:
+    """Where refining the whole block ends: as the library trains it, from its own best tokens."""
+    block = [known[-1], *logits.argmax(-1).tolist()]
+    while True:
+        before = torch.tensor([[known[-2], *block[:-1]]])
+        bias = model.refiner_head.block_bias(before, hidden_states=model.last_hidden[None])[0, 1:]
+        made = [known[-1], *(logits + bias).argmax(-1).tolist()]
+        if made == block:
+            return block[1:]
+        block = made
+
+
+CHAINS = {"candidate_selector": selected, "markov_head": followed, "refiner_head": refined}
 
 
 def main(folder: Path) -> None:
@@ -151,8 +185,31 @@ def main(folder: Path) -> None:
     )  # fmt: skip
     second.load_verifier_weights()
     random_weights(second, 0.3, 2, kept=("embed_tokens", "lm_head", "verifier"))
-    second.norm.register_forward_hook(lambda _, __, out: setattr(second, "last_hidden", out[0, 1:]))
+    keep_hidden(second)
     write("dflash2", second, [1, 3], block_logits, hidden)
+
+    markov = DSparkDraftModel(
+        DSparkSpeculatorConfig(
+            transformer_layer_config=layers("qwen3"), draft_vocab_size=len(DRAFTED), markov_rank=8,
+            markov_head_type="rnn", speculators_config=speculators_config("dspark", BLOCK), **SHARED,
+        )
+    )  # fmt: skip
+    markov.load_vocab_mappings(t2d, d2t)
+    markov.load_verifier_weights()
+    random_weights(markov, 0.3, 4, kept=("embed_tokens", "lm_head", "verifier"))
+    keep_hidden(markov)
+    write("dspark", markov, [1, 3], block_logits, hidden)
+
+    refining = XPressDraftModel(
+        XPressSpeculatorConfig(
+            transformer_layer_config=layers("qwen3"), draft_vocab_size=VOCAB, xpress_rank=8,
+            speculators_config=speculators_config("xpress", BLOCK - 1), **SHARED,
+        )
+    )  # fmt: skip
+    refining.load_verifier_weights()
+    random_weights(refining, 0.3, 5, kept=("embed_tokens", "lm_head", "verifier"))
+    keep_hidden(refining)
+    write("xpress", refining, [1, 3], block_logits, hidden)
 
     parallel = peagle.PEagleDraftModel(
         PEagleSpeculatorConfig(

@@ -22,7 +22,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.models.decoder import Decoder
 from forerun.speculation.draft import Draft
-from tests.drafters import test_dflash, test_eagle, test_medusa, test_mtp
+from tests.drafters import test_dflash, test_eagle, test_medusa, test_mtp, test_orders
 from tests.support import harness, heads, other_tokens, tiny
 from tests.support.drafting import reachable_strings
 from tests.support.toy import ToyModel
@@ -36,6 +36,9 @@ ON_DECODERS: dict[str, dict[str, Any]] = {
     "eagle-tree": TREE,
     "dflash": CHAIN,
     "dflash-tree": TREE,
+    "dspark-rnn-tree": TREE,
+    "xpress-tree": TREE,
+    "lilicorr": CHAIN,
     "mtp": CHAIN,
     "mtp-tree": TREE,
     "medusa": CHAIN,
@@ -67,6 +70,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
             test_eagle.make("whole-vocabulary", folder)
         elif kind == "dflash":
             test_dflash.make("dflash-2", folder)
+        elif kind in test_orders.KINDS:
+            test_orders.make(kind, folder)
         elif kind == "mtp":
             heads.write(folder, test_mtp.mimo_tensors(), test_mtp.mimo_config())
         else:
@@ -86,6 +91,7 @@ def subject(request: pytest.FixtureRequest, folder_of: Callable[[str], str]) -> 
         assert isinstance(model, Decoder)
         return Subject(name, model.vocab_size, other_tokens.engine, lambda wanted: tiny.plain(model, wanted))
     kind = name.removesuffix("-tree")
+    drafter = "dflash" if kind in test_orders.KINDS else kind
     targets = {
         "eagle": lambda: heads.target(test_eagle.LAYERS),
         "dflash": lambda: heads.target(test_dflash.LAYERS),
@@ -93,8 +99,8 @@ def subject(request: pytest.FixtureRequest, folder_of: Callable[[str], str]) -> 
         "medusa": lambda: tiny.target(test_medusa.TARGET_LAYERS),
         "layer_skip": lambda: tiny.target(6),
     }
-    target, model = targets[kind](), None if kind == "layer_skip" else folder_of(kind)
-    config = DrafterConfig(name=kind, model=model, **ON_DECODERS[name])
+    target, model = targets[drafter](), None if kind == "layer_skip" else folder_of(kind)
+    config = DrafterConfig(name=drafter, model=model, **ON_DECODERS[name])
     return Subject(
         name,
         target.vocab_size,

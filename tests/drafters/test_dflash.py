@@ -106,7 +106,12 @@ LAYOUTS: dict[str, Layout] = {
 
 def make(name: str, folder: Path) -> tuple[Path, Reference]:
     """A checkpoint of a layout, and the head it holds."""
-    layout, draw = LAYOUTS[name], Draw(len(name))
+    layout = LAYOUTS[name]
+    tensors = tensors_of(layout, Draw(len(name)))
+    return heads.write(folder, tensors, config_of(layout)), Reference(layout, tensors)
+
+
+def tensors_of(layout: Layout, draw: Draw) -> dict[str, Tensor]:
     tensors = {"fc.weight": draw.matrix(HIDDEN, len(layout.states) * HIDDEN)}
     tensors |= {"hidden_norm.weight": draw.norm(), "norm.weight": draw.norm()}
     for index in range(2):
@@ -119,7 +124,7 @@ def make(name: str, folder: Path) -> tuple[Path, Reference]:
         known = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(7))[: layout.drafted].sort().values
         tensors |= {"d2t": known - torch.arange(layout.drafted), "t2d": torch.isin(torch.arange(VOCAB), known)}
         tensors["lm_head.weight"] = draw.matrix(layout.drafted, HIDDEN)
-    return heads.write(folder, tensors, config_of(layout)), Reference(layout, tensors)
+    return tensors
 
 
 def second_tensors(draw: Draw) -> dict[str, Tensor]:
@@ -154,7 +159,7 @@ class Reference:
 
     def after(self, known: Sequence[int], num_slots: int) -> Tensor:
         """Logits [drafts, V] of a block whose root is the last known token."""
-        return self._logits(self.hidden(known, num_slots))[self.first_slot :]
+        return self.logits(self.hidden(known, num_slots))[self.first_slot :]
 
     def hidden(self, known: Sequence[int], num_slots: int) -> Tensor:
         """What the output layer reads [slots, H]."""
@@ -205,7 +210,8 @@ class Reference:
             seen = seen & (keys >= first if layout.windows_before_block else slots - keys < window)
         return seen
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
+        """Of hidden states [slots, H]."""
         own, layout = self.tensors.get("lm_head.weight"), self.layout
         logits = x @ (truth().lm_head if own is None else own).T * layout.factor
         logits = layout.cap * torch.tanh(logits / layout.cap) if layout.cap else logits
@@ -508,7 +514,7 @@ def test_the_drafter_is_told_by_the_tensors(tmp_path: Path) -> None:
 
 
 def test_published_configurations_are_understood() -> None:
-    """SpecForge's DFlash configurations, for targets of their sizes; Domino's and DSpark's are told apart."""
+    """SpecForge's configurations of DFlash and DSpark heads, for targets of their sizes; Domino's are told apart."""
     paths = sorted(shared_data("configs/draft_specforge").glob("*d[fso]*.json"))
     kinds = {path: path.stem.split("-d")[-1].split("-")[0] for path in paths}
     assert {"flash", "omino", "spark"} <= set(kinds.values())
@@ -516,15 +522,17 @@ def test_published_configurations_are_understood() -> None:
         raw = json.loads(path.read_text(encoding="utf-8"))
         size, num = raw["hidden_size"], raw["num_target_layers"]
         sizes = SimpleNamespace(hidden_size=size, vocab_size=raw["vocab_size"], max_position=64, num_layers=num)
-        source: Any = Nothing(raw, size * len(raw["dflash_config"]["target_layer_ids"]))
+        own = ("markov_head.markov_w1.weight",) if kind == "spark" else ()
+        source: Any = Nothing(raw, size * len(raw["dflash_config"]["target_layer_ids"]), own)
         target: Any = sizes
-        if kind != "flash":
-            with pytest.raises(UnsupportedError, match="projector_type"):
+        if kind == "omino":
+            with pytest.raises(UnsupportedError, match="gru_hidden_dim"):
                 dflash._DFlash(source, target, tiny.kernels(), find_format)
             continue
         head = dflash._DFlash(source, target, tiny.kernels(), find_format)
         assert head.hidden_layers == tuple(i + 1 for i in raw["dflash_config"]["target_layer_ids"])
-        assert (head.shape.num_slots, head.shape.num_depths, head.shape.is_causal) == (16, 15, False)
+        drafts = raw["block_size"] - (kind == "flash")
+        assert (head.shape.num_slots, head.shape.num_depths, head.shape.is_causal) == (raw["block_size"], drafts, False)
         assert head._causal() == [kind == SLIDING for kind in raw["layer_types"]]
         assert head._window() == (raw.get("sliding_window") or 0)
 
@@ -532,11 +540,11 @@ def test_published_configurations_are_understood() -> None:
 class Nothing:
     """A checkpoint of a head whose tensors are never read."""
 
-    def __init__(self, config: dict[str, Any], fused: int) -> None:
-        self.config, self.folder, self._fused = config, Path("published"), fused
+    def __init__(self, config: dict[str, Any], fused: int, own: Sequence[str]) -> None:
+        self.config, self.folder, self._fused, self._own = config, Path("published"), fused, own
 
     def has(self, name: str) -> bool:
-        return name == "fc.weight"
+        return name == "fc.weight" or name in self._own
 
     def shape(self, name: str) -> tuple[int, int]:
         return (0, self._fused)
@@ -585,7 +593,7 @@ TWO = {**NESTED, **SECOND}
         ("speculators", None, {"target_hidden_size": 48}, UnsupportedError, "target_hidden_size"),
         ("speculators", without("d2t"), {}, CheckpointError, "d2t"),
         ("speculators", without("lm_head.weight"), {}, CheckpointError, "lm_head.weight"),
-        ("z-lab", having("markov_head.markov_w1.weight"), {}, UnsupportedError, "DSpark"),
+        ("z-lab", having("prefix_gru.weight_ih_l0"), {}, UnsupportedError, "Domino"),
         ("z-lab", having("refiner.weight"), {}, UnsupportedError, "refiner.weight"),
         ("dflash-2", None, {"dflash_config": {**TWO, "conv_group_size": 5}}, CheckpointError, "group_size 5"),
         ("dflash-2", None, {"dflash_config": {**TWO, "selector_top_k": 97}}, CheckpointError, "top_k must"),

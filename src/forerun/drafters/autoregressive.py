@@ -35,7 +35,8 @@ Bind = Callable[[Sequence[LayerKV], Sequence[LayerKV]], Runner]  # given the tar
 class AutoregressiveDrafter:
     """Drafts with the network that `make_runner` binds, with the name and options of its context.
 
-    `shift` is added to the position of each of its rows; `max_position` bounds the positions.
+    `shift` is added to the position of each of its rows; `max_position` bounds the positions. rereads_last: the known
+    token before the root is given to every draw, computed or not.
     """
 
     runner: Runner  # once attached
@@ -43,7 +44,7 @@ class AutoregressiveDrafter:
     def __init__(
         self, context: DrafterContext, follower: Follower, make_runner: Bind, max_position: int,
         weight_bytes: int = 0,
-        kv_specs: tuple[LayerSpec, ...] = (), shift: int = 0,
+        kv_specs: tuple[LayerSpec, ...] = (), shift: int = 0, rereads_last: bool = False,
     ) -> None:  # fmt: skip
         self.name = context.spec.name
         self.max_nodes = context.options.max_draft_tokens + 1
@@ -54,6 +55,7 @@ class AutoregressiveDrafter:
         self._width, self._block_size, self._max_rows = context.width, context.block_size, context.max_rows
         self._follower, self._make_runner = follower, make_runner
         self._max_position, self._shift = max_position, shift
+        self._rereads_last = rereads_last
 
     def attach(self, target: Sequence[LayerKV], own: Sequence[LayerKV]) -> None:
         """Bind the network to the pool's layers: the target's and its own."""
@@ -96,7 +98,7 @@ class AutoregressiveDrafter:
         for draft in drafts:
             lag = draft.request.root_position - self._follower.start(draft.request)
             draft.num_caught_up = lag if lag > self.max_nodes else 0  # every step leaves a smaller lag
-            num_rows += max(lag, 0) + 1
+            num_rows += max(lag, self._rereads_last) + 1
         if num_rows > self._max_rows:
             self._read((draft.request, draft.request.root_position) for draft in drafts)
 
@@ -121,8 +123,11 @@ class AutoregressiveDrafter:
     def _draw(self, drafts: Sequence[Draft]) -> None:
         """Grow all trees, the largest first, from the known tokens still to be read and the roots."""
         roots = [(draft.request, draft.request.root_position) for draft in drafts]
-        # the root's row is computed again where others had it
-        spans = [(request, min(self._follower.start(request), root), root + 1) for request, root in roots]
+        # the row of the root, or of the token before, is computed again where it was
+        spans = [
+            (request, min(self._follower.start(request), root - self._rereads_last), root + 1)
+            for request, root in roots
+        ]
         rows, features = [_rows(*span) for span in spans], self._follower.features(spans)
         noise = self.grower.noise(drafts)
         is_small = drafts[0].num_free < LEAST_TREE and (noise.by_depth is not None or features is not None)
@@ -155,8 +160,9 @@ def _block_drafter(
     follower, max_position = FeatureFollower(head, context), context.model.max_position
     bind_layers = block_binder(passes, context)
     made = AutoregressiveDrafter(
-        context, follower, bind_layers, max_position, head.weight_bytes, head.kv_specs, passes.block.shift
-    )
+        context, follower, bind_layers, max_position, head.weight_bytes, head.kv_specs, passes.block.shift,
+        passes.rereads_last,
+    )  # fmt: skip
     made.max_nodes = made.max_nodes if context.width > 1 else min(made.max_nodes, passes.shape.num_depths + 1)
     return made
 

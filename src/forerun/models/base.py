@@ -141,6 +141,42 @@ class PairScores(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class GuessedBlocks:
+    """What a pass over blocks of equally many slots gave, and where they begin."""
+
+    logits: Tensor  # [R, depths, V]
+    states: Tensor  # [R, slots, H]: of all slots, the root's among them
+    roots: Tensor  # [R] int64
+    before: Tensor | None = None  # [R] int64: the tokens before the roots, for who `reads_before`
+    features: Tensor | None = None  # [R, W]: the target's states of these
+
+    @property
+    def first_slot(self) -> int:
+        """See `BlockShape`."""
+        return self.states.shape[1] - self.logits.shape[1]
+
+
+# blocks [n] whose slot is meant, drafts between root and slot, the tokens above [n], what their slots gave [n, F] (None
+# where these tokens are the roots) -> logits [n, V] of the slot, and what it hands to the slots below
+SlotLogits = Callable[[Tensor, int, Tensor, Tensor | None], PassOutput]
+
+
+class SlotOrder(Protocol):
+    """How logits of slots follow from the tokens drafted in those before: block by block, then slot by slot."""
+
+    @property
+    def reads_before(self) -> bool:
+        """Whether it is told the known token before each root, and the target's states of it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tables and matrices."""
+
+    def __call__(self, blocks: GuessedBlocks) -> SlotLogits:
+        """The logits of these blocks' slots, which are asked for in order."""
+
+
+@dataclass(frozen=True, slots=True)
 class BlockPasses:
     """A head that guesses a block of tokens in one pass: the root, and slots behind it that hold no token yet."""
 
@@ -149,7 +185,14 @@ class BlockPasses:
     # known tokens, the target's states [M, W] -> KV, where that takes no pass; None: `block` reads them like roots
     read: Callable[[ForwardBatch, Tensor, Sequence[LayerKV]], None] | None = None
     blank: Tensor | None = None  # [W]: what `block` reads in slots in place of the target's states, if it reads any
-    pairs: PairScores | None = None  # read the one hidden state that `block` gives; None: slots do not look at others
+    # both read the one hidden state that `block` gives; neither: slots do not look at what is drafted in others
+    pairs: PairScores | None = None
+    order: SlotOrder | None = None
+
+    @property
+    def rereads_last(self) -> bool:
+        """Whether drafting needs the target's states of the known token before each root, read or not."""
+        return self.order is not None and self.order.reads_before
 
 
 class Model(Protocol):

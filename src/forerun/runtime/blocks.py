@@ -5,23 +5,24 @@ compute, how the pass over slots is executed (`runtime.bind`), trees of its logi
 
 Slot 0 is the root, the others hold no token yet. Their KV lies in the rows behind the root, where nobody finds it: rows
 of known tokens are written over it once these are known. All logits of a depth are the same whatever was drafted
-before, so that trees are grown as those of heads beside the output layer.
+before, so that trees are grown as those of heads beside the output layer; or the head beside them says how they follow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
 from forerun.kernels.device import to_device
 from forerun.kernels.ops import LayerKV
-from forerun.models.base import BlockPasses, PassOutput
+from forerun.models.base import BlockPasses, GuessedBlocks, PassOutput, SlotOrder
 from forerun.models.batch import ForwardBatch, SequenceRows
-from forerun.runtime.depths import SlotPairs, draw_depths
+from forerun.runtime.depths import SlotPairs, draw_depths, draw_in_order
 from forerun.runtime.runner import Runner
-from forerun.speculation.drawn import Drawn
+from forerun.speculation.drawn import Drawn, DrawnTree
 from forerun.speculation.growth import TreeNoise
 
 
@@ -47,12 +48,48 @@ class BlockRunner:
     @torch.no_grad()
     def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
         """See `Runner`; features are those of the known tokens, and of the roots where blocks read them, too."""
+        if self._passes.order is not None:
+            return self._draw_in_order(roots, features, noise, width, self._passes.order)
         logits, states = self.guess(roots, features, noise.sizes)
         scores = self._passes.pairs
         if scores is None or states is None:
             return draw_depths(noise, logits, width)
-        tokens = to_device(torch.tensor([rows.tree_tokens[0] for rows in roots]), logits.device)
+        tokens = _tokens([rows.tree_tokens[0] for rows in roots], logits.device)
         return draw_depths(noise, logits, width, SlotPairs(scores, states, tokens))
+
+    def _draw_in_order(
+        self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int, order: SlotOrder
+    ) -> list[DrawnTree]:  # fmt: skip
+        """Trees of blocks in which slots look at what is drafted before, as many slots at a time."""
+        slots, drawn, first = self._slots(noise.sizes), list[DrawnTree](), self._passes.shape.first_slot
+        out, done = self._pass(roots, features, slots), 0
+        [states] = out.hidden.values()
+        for num, group in groupby(range(len(roots)), slots.__getitem__):
+            chosen = list(group)
+            rows = slice(done, done := done + num * len(chosen))
+            blocks = GuessedBlocks(
+                out.logits[rows].view(len(chosen), num, -1)[:, first:],
+                states[rows].view(len(chosen), num, -1),
+                _tokens([roots[index].tree_tokens[0] for index in chosen], states.device),
+                *(self._before(roots, chosen, features) if order.reads_before else ()),
+            )
+            drawn += draw_in_order(noise.of(chosen), blocks, order, width)
+        return drawn
+
+    def _before(
+        self, roots: Sequence[SequenceRows], chosen: Sequence[int], features: Tensor | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The known tokens before some roots [n] and the target's states of these [n, W]."""
+        assert features is not None
+        ends = list(accumulate(len(rows.span) for rows in roots))
+        last = torch.tensor([ends[index] - 1 for index in chosen])
+        tokens = _tokens([roots[index].span[-1] for index in chosen], features.device)
+        return tokens, features.index_select(0, to_device(last, features.device))
+
+    def _slots(self, sizes: Sequence[int]) -> list[int]:
+        """How many slots the blocks of trees of these sizes have, the root's among them."""
+        shape = self._passes.shape
+        return [min(shape.num_depths, size) + shape.first_slot for size in sizes]
 
     def guess(
         self, roots: Sequence[SequenceRows], features: Tensor | None, sizes: Sequence[int]
@@ -62,8 +99,9 @@ class BlockRunner:
 
         A tree has rows for as many slots as it may have nodes: logits of depths beyond are -inf, states 0.
         """
-        depths = [min(self._passes.shape.num_depths, size) for size in sizes]
-        out = self._pass(roots, features, [depth + self._passes.shape.first_slot for depth in depths])
+        slots = self._slots(sizes)
+        depths = [num - self._passes.shape.first_slot for num in slots]
+        out = self._pass(roots, features, slots)
         states = [self._of_drafts(states, depths, 0.0) for states in out.hidden.values()]
         return self._of_drafts(out.logits, depths, -torch.inf), states[0] if states else None
 
@@ -107,6 +145,10 @@ class BlockRunner:
             tree_masks=[(2 << slot) - 1 if shape.is_causal else (1 << num_slots) - 1 for slot in slots],
             tree_depths=slots,
         )
+
+
+def _tokens(token_ids: Sequence[int], device: torch.device) -> Tensor:
+    return to_device(torch.tensor(token_ids), device)
 
 
 def _span(rows: SequenceRows) -> SequenceRows:

@@ -5,20 +5,22 @@ Knows: which candidates a depth has. Does not know: what computed the logits, wh
 
 Every node of a depth has the same logits, or those that follow from the token above (`SlotPairs`). Where it has the
 same candidates, too (no noise or shaping of its own), the likeliest paths are kept; else trees are filled level by
-level.
+level. Logits that follow from all tokens above (`draw_in_order`) are made level by level, as by a network.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from forerun.kernels.chances import LEAST_RANKS, head_log_chances
 from forerun.kernels.device import all_to_host, indices_on, to_device
-from forerun.models.base import PairScores
+from forerun.models.base import GuessedBlocks, PairScores, PassOutput, SlotOrder
+from forerun.runtime.eager import grow_levels
 from forerun.speculation.best_first import Candidates, best_paths, best_products
 from forerun.speculation.drawn import DrawnTree
 from forerun.speculation.growth import Place, TreeNoise
@@ -66,6 +68,20 @@ def draw_depths(noise: TreeNoise, logits: Tensor, width: int, pairs: SlotPairs |
             of_chosen = None if pairs is None else pairs.of(rows)
             drawn |= zip(chosen, draw(noise.of(chosen), logits[rows], width, of_chosen), strict=True)
     return [drawn[index] for index in range(len(ranked))]
+
+
+def draw_in_order(noise: TreeNoise, blocks: GuessedBlocks, order: SlotOrder, width: int) -> list[DrawnTree]:
+    """Trees behind the roots of blocks whose slots' logits follow from the tokens above, in the order of the slots."""
+    logits_of, device, depths = order(blocks), blocks.logits.device, count(1)
+
+    def below(trees: Sequence[Candidates], leaves: Sequence[Sequence[int]], given: Tensor | None) -> PassOutput:
+        of_trees = [(index, tree.tokens[node]) for index, tree in enumerate(trees) for node in leaves[index]]
+        chosen, above = (indices_on(column, device) for column in zip(*of_trees, strict=True))
+        return logits_of(chosen, next(depths), above, given)
+
+    first = logits_of(torch.arange(len(blocks.roots), device=device), 0, blocks.roots, None)
+    drawn = grow_levels(noise, width, first, below, blocks.logits.shape[1])
+    return [tree._replace(places=[-1] * len(tree.tokens)) for tree in drawn]  # nodes have no KV
 
 
 def can_rank(noise: TreeNoise) -> list[bool]:

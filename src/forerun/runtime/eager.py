@@ -2,12 +2,12 @@
 
 Knows: which rows a level's pass computes, when another level is worth its pass. Does not know: what passes compute,
 which nodes are likely (`speculation.best_first`). Runners that replay passes fall back to this where they cannot, with
-the same bits.
+the same bits. What is no pass but gives logits level by level grows its trees here, too (`grow_levels`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from forerun.speculation.best_first import Candidates
 from forerun.speculation.drawn import Drawn, DrawnTree
 from forerun.speculation.growth import Place, TreeNoise
 from forerun.speculation.tree import ROOT
+
+# trees, the leaves of each that get children, what the rows above these gave [leaves, F] -> what rows of these give
+Level = Callable[[Sequence[Candidates], Sequence[Sequence[int]], Tensor | None], PassOutput]
 
 
 class EagerRunner:
@@ -50,21 +53,34 @@ class EagerRunner:
     def _draw_levels(
         self, batch: ForwardBatch, features: Tensor | None, noise: TreeNoise, width: int
     ) -> list[DrawnTree]:
-        roots, out = batch.sequences, self.run(batch, features)
-        rows_of = _next_root if self._passes.advances_states else _level
-        trees = [Candidates(size, width) for size in noise.sizes]
-        leaves = [[ROOT] for _ in trees]
-        while True:
-            new = _drawn(noise, trees, leaves, out.logits, width)
-            above, leaves = leaves, _next_leaves(trees, new, noise.least)
-            if not any(leaves):
-                return [tree.finish() for tree in trees]
-            fed = _gathered(out.features, _rows_above(trees, above, leaves))
+        roots, rows_of = batch.sequences, _next_root if self._passes.advances_states else _level
+
+        def below(trees: Sequence[Candidates], leaves: Sequence[Sequence[int]], fed: Tensor | None) -> PassOutput:
             levels = zip(roots, trees, leaves, strict=True)
-            out = self.run_below(self._batch([rows_of(*of_tree) for of_tree in levels if of_tree[2]]), fed)
+            return self.run_below(self._batch([rows_of(*of_tree) for of_tree in levels if of_tree[2]]), fed)
+
+        return grow_levels(noise, width, self.run(batch, features), below)
 
     def _batch(self, rows: Sequence[SequenceRows]) -> ForwardBatch:
         return ForwardBatch.build(rows, self._block_size, self._passes.shift)
+
+
+def grow_levels(
+    noise: TreeNoise, width: int, out: PassOutput, below: Level, most_levels: int | None = None
+) -> list[DrawnTree]:  # fmt: skip
+    """Trees drawn level by level, the first from what the pass over the roots gave.
+
+    `most_levels`: there are no logits for more; None: for any number.
+    """
+    trees = [Candidates(size, width) for size in noise.sizes]
+    leaves, num_levels = [[ROOT] for _ in trees], 1
+    while True:
+        new = _drawn(noise, trees, leaves, out.logits, width)
+        above, leaves = leaves, _next_leaves(trees, new, noise.least)
+        if not any(leaves) or num_levels == most_levels:
+            return [tree.finish() for tree in trees]
+        out = below(trees, leaves, _gathered(out.features, _rows_above(trees, above, leaves)))
+        num_levels += 1
 
 
 def _drawn(

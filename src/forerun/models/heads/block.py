@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.kernels.ops import AttentionRows, LayerKV
 from forerun.layers.attention import Attention
-from forerun.models.base import BlockPasses, BlockShape, PairScores, passes_of
+from forerun.models.base import BlockPasses, BlockShape, PairScores, SlotOrder, passes_of
 from forerun.models.batch import ForwardBatch
 from forerun.models.decoder import Decoder
 from forerun.models.heads.head import Fusion
@@ -43,12 +43,13 @@ class BlockHead:
 
     def __init__(
         self, decoder: Decoder, fuse: Fusion, shape: BlockShape, hidden_layers: tuple[int, ...], state_size: int,
-        weight_bytes: int, pairs: PairScores | None = None,
+        weight_bytes: int, pairs: PairScores | None = None, order: SlotOrder | None = None,
     ) -> None:  # fmt: skip
         """`decoder`: what computes a block, with the target's tables. `fuse`: see `heads.head.Fusion`.
 
         hidden_layers: of the target, in the order their states are laid side by side; state_size: the sum of their
-        widths; weight_bytes: of tensors that are not the target's; pairs: scores of tokens that follow each other.
+        widths; weight_bytes: of tensors that are not the target's; pairs, order: how slots follow each other, if they
+        do, one of the two.
         """
         self.decoder = decoder
         self.shape = shape
@@ -56,7 +57,7 @@ class BlockHead:
         self.state_size = state_size
         self.kv_specs = decoder.kv_specs
         self.weight_bytes = weight_bytes
-        self._fuse, self._pairs = fuse, pairs
+        self._fuse, self._pairs, self._order = fuse, pairs, order
 
     @torch.no_grad()
     def read(self, batch: ForwardBatch, states: Tensor, kvs: Sequence[LayerKV]) -> None:
@@ -70,7 +71,8 @@ class BlockHead:
     @property
     def passes(self) -> BlockPasses:
         """Reading known tokens, and the pass over blocks."""
-        last = () if self._pairs is None else (len(self.decoder.parts.layers) + 1,)  # the state behind the final norm
+        is_alone = self._pairs is None and self._order is None
+        last = () if is_alone else (len(self.decoder.parts.layers) + 1,)  # the state behind the final norm
         mixes_rows = any(layer.mixes_rows for layer in self.decoder.parts.layers)
         block = replace(passes_of(self.decoder, last), mixes_rows=mixes_rows)
-        return BlockPasses(block, self.shape, self.read, pairs=self._pairs)
+        return BlockPasses(block, self.shape, self.read, pairs=self._pairs, order=self._order)

@@ -11,7 +11,8 @@ Layers without a window see the whole block. Sliding layers see no slot behind t
 `sliding_window_non_causal` is set; where they do see it, the window is counted from the block's last slot. NVIDIA's
 ModelOpt writes `causal` for `is_causal`, and JetSpec `causal_head`.
 
-DFlash-2 has convolutions in its layers (`heads.convolved`) and a candidate selector (`heads.selector`).
+DFlash-2 has convolutions in its layers (`heads.convolved`) and a candidate selector (`heads.selector`); other heads
+build on the same layers, with or without convolutions (`heads.orders`).
 Sources: z-lab/dflash dflash/model.py; vllm-project/speculators models/dflash and models/dflash2.
 """
 
@@ -31,14 +32,18 @@ from forerun.layers.attention import Attention
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
 from forerun.layers.scaled import Scaled
-from forerun.models.base import BlockShape
+from forerun.models.base import BlockShape, SlotOrder
 from forerun.models.decoder import Decoder, DecoderLayer, DecoderParts, RowFunction
 from forerun.models.fields import MAX_SIZE, Fields, words
 from forerun.models.heads.block import BlockHead, OrderedAttention
 from forerun.models.heads.convolved import BlockConvolution, Convolutions, ConvolvedLayer
+from forerun.models.heads.lattice import read_lattice
+from forerun.models.heads.orders import FIELDS as ORDER_FIELDS
+from forerun.models.heads.orders import KINDS as ORDER_KINDS
+from forerun.models.heads.orders import check_kind, find_kind
 from forerun.models.heads.reading import HeadReader, check_width, num_bytes, num_layers
 from forerun.models.heads.selector import CandidateSelector
-from forerun.models.heads.vocabulary import read_vocabulary
+from forerun.models.heads.vocabulary import DraftVocabulary, read_vocabulary
 from forerun.models.layer_types import read_layer_types
 from forerun.models.trimmed import WidenedLogits
 from forerun.quant.rounded import ChooseFormat, choose_for
@@ -50,15 +55,16 @@ OWN_FIELDS = words(
     "block_size mask_token_id target_layer_ids is_causal causal causal_head input_embedding_scale output_multiplier "
     "final_logit_softcapping conv_kernel_size conv_group_size selector_rank selector_top_k"
 )
+OWN_FIELDS |= ORDER_FIELDS
 HEAD_FIELDS = OWN_FIELDS | words(
     "dflash_config num_target_layers draft_vocab_size target_hidden_size aux_hidden_state_layer_ids "
     "sliding_window_non_causal sample_from_anchor transformer_layer_config speculators_config speculators_model_type "
     "speculators_version"
 )
-KINDS = ("dflash", "dflash2")  # of `speculators_model_type`
+KINDS = ("dflash", "dflash2", *ORDER_KINDS)  # of `speculators_model_type`
 SELECTOR = "candidate_selector"
 OWN_TENSORS = ("fc.", "hidden_norm.", "norm.", "layers.", "lm_head.", "embed_tokens.", "d2t", "t2d", f"{SELECTOR}.")
-OTHER_HEADS = {"markov_head": "DSpark", "prefix_gru": "Domino"}  # by their tensors
+OTHER_HEADS = {"prefix_gru": "Domino"}  # by their tensors
 INERT = frozenset({"t2d"})  # a mask of the target tokens that d2t lists
 QWEN3_WINDOWS_FROM = 28  # the first layer with a window where Qwen3's config.json does not say
 
@@ -97,7 +103,8 @@ class _DFlash:
     def __init__(self, source: Checkpoint, target: Decoder, kernels: Kernels, choose_format: ChooseFormat) -> None:
         raw, nested = source.config, _object(source, NESTED)
         self._layers_raw = _object(source, SECTION) or raw
-        self._is_second = source.has(f"{SELECTOR}.hidden_projection.weight")
+        self._kind = find_kind(source)
+        self._is_second = self._kind is None and source.has(f"{SELECTOR}.hidden_projection.weight")
         self._is_speculators = SECTION in raw
         if unknown := sorted(name for name, value in nested.items() if name not in OWN_FIELDS and value is not None):
             raise UnsupportedError(
@@ -107,6 +114,8 @@ class _DFlash:
         given = {name: value for name, value in nested.items() if value is not None}
         self.source, self.target = source, target
         self.fields = Fields({**self._layers_raw, **raw, **given}, {})
+        self._is_convolved = self._is_second or self.fields.integer("conv_kernel_size", default=0, minimum=0) > 0
+        check_kind(source, self._kind, self.fields)
         self._check_target()
         self.hidden_layers, self.shape = self._hidden_layers(), self._shape()
         self.reader = HeadReader.open(
@@ -117,7 +126,7 @@ class _DFlash:
         """The head."""
         reader, size, shared = self.reader, self.reader.hidden_size, self.target.parts
         fc = reader.linear("fc", size, len(self.hidden_layers) * self.target.hidden_size)
-        layers, after_head = self._layers(), self._after_head()
+        layers, vocabulary = self._layers(), self._vocabulary()
         own_head, own_table = self.source.has("lm_head.weight"), self.source.has("embed_tokens.weight")
         lm_head = reader.linear("lm_head", self._num_drafted, size) if own_head else shared.lm_head
         table = reader.embedding("embed_tokens")
@@ -128,17 +137,17 @@ class _DFlash:
             final_norm=reader.builder.norm("norm", size),
             lm_head=lm_head,
             tie_embeddings=False,
-            after_head=after_head,
+            after_head=self._after_head(vocabulary),
         )
         fuse = DFlashFusion(fc, reader.builder.norm("hidden_norm", size))
-        pairs = self._selector() if self._is_second else None
-        reader.refuse_unread(inert=INERT)
+        pairs, order = self._selector() if self._is_second else None, self._order(vocabulary, fuse)
+        reader.refuse_unread(inert=INERT | self._unused())
         own = [
             fc,
             *([lm_head] if own_head else []),
             *(matrix for layer in layers for matrix in _matrices_around(layer)),
         ]
-        own_bytes = (table.nbytes if own_table else 0) + (pairs.nbytes if pairs is not None else 0)
+        own_bytes = (table.nbytes if own_table else 0) + sum(part.nbytes for part in (pairs, order) if part is not None)
         return BlockHead(
             Decoder(parts, self.target.max_position, reader.kv_specs(layers)[0].dtype),
             fuse,
@@ -147,6 +156,7 @@ class _DFlash:
             state_size=len(self.hidden_layers) * self.target.hidden_size,
             weight_bytes=num_bytes(layers, own, own_bytes),
             pairs=pairs,
+            order=order,
         )
 
     def _check_target(self) -> None:
@@ -201,7 +211,8 @@ class _DFlash:
         return self.source.shape("fc.weight")[1] if self.source.has("fc.weight") else None
 
     def _shape(self) -> BlockShape:
-        first_slot = 0 if self.fields.flag("sample_from_anchor") else 1
+        is_first = self._kind is not None and self._kind.from_anchor
+        first_slot = 0 if self.fields.flag("sample_from_anchor", default=is_first) else 1
         causal = self._causal()
         size = self.fields.integer("block_size", minimum=1 + first_slot)
         return BlockShape(
@@ -246,7 +257,7 @@ class _DFlash:
             kind = OrderedAttention if is_causal and not self.shape.is_causal else Attention
             seen = window + wide if slides and window else 0
             layer = reader.layer(f"layers.{index}", size, rope, "input_layernorm", seen, kind)
-            layers.append(self._convolved(f"layers.{index}", layer) if self._is_second else layer)
+            layers.append(self._convolved(f"layers.{index}", layer) if self._is_convolved else layer)
         return tuple(layers)
 
     def _convolved(self, prefix: str, layer: DecoderLayer) -> ConvolvedLayer:
@@ -269,11 +280,7 @@ class _DFlash:
         """The candidate selector of DFlash-2."""
         rank = self.fields.integer("selector_rank", default=256)
         num = self.fields.integer("selector_top_k", default=16, maximum=self.target.vocab_size)
-        if self._num_drafted != self.target.vocab_size or self.source.has("d2t"):
-            raise UnsupportedError(
-                f"{self.source.folder} has a candidate selector beside a draft vocabulary of {self._num_drafted} "
-                "tokens; supported are DFlash-2 heads that draft all tokens of the target"
-            )
+        self._refuse_vocabulary("a candidate selector", "DFlash-2")
         shape = self.target.vocab_size, rank
         predecessors, successors = (
             self.source.tensor(f"{SELECTOR}.{name}_codebook", shape).to(self.target.device)
@@ -282,20 +289,45 @@ class _DFlash:
         projection = self.reader.linear(f"{SELECTOR}.hidden_projection", rank, self.reader.hidden_size)
         return CandidateSelector(num, predecessors, successors, projection)
 
-    def _after_head(self) -> RowFunction | None:
+    def _order(self, vocabulary: DraftVocabulary | None, fuse: DFlashFusion) -> SlotOrder | None:
+        """The head beside the layers, if there is one that looks at what is drafted."""
+        if self._kind is None:
+            return None
+        if self._kind.read is not None:
+            return self._kind.read(self.reader, self.fields, self._num_drafted, vocabulary)
+        self._refuse_vocabulary("a lattice of candidates", self._kind.name)
+        return read_lattice(self.reader, self.fields, fuse)
+
+    def _unused(self) -> frozenset[str]:
+        """Tensors that are not needed here."""
+        modules = tuple(f"{name}." for name in self._kind.unused) if self._kind is not None else ()
+        return frozenset(name for name in self.source if modules and name.startswith(modules))
+
+    def _refuse_vocabulary(self, part: str, kind: str) -> None:
+        """Raise UnsupportedError if the head does not draft all tokens."""
+        if self._num_drafted != self.target.vocab_size or self.source.has("d2t"):
+            raise UnsupportedError(
+                f"{self.source.folder} has {part} beside a draft vocabulary of {self._num_drafted} tokens; supported "
+                f"are {kind} heads that draft all tokens of the target"
+            )
+
+    def _after_head(self, vocabulary: DraftVocabulary | None) -> RowFunction | None:
         """What becomes of logits: nothing, where the target's own tables are used as they are."""
         factor = self.fields.number("output_multiplier", default=1.0)
         cap = self.fields.number("final_logit_softcapping", default=0.0)
         scaled = None if (factor, cap) == (1.0, 0.0) else Scaled(self.reader.builder.kernels, factor, cap)
+        return scaled if vocabulary is None else WidenedLogits(scaled, vocabulary)
+
+    def _vocabulary(self) -> DraftVocabulary | None:
+        """The tokens that are drafted; None: all of the target's."""
         if self._num_drafted == self.target.vocab_size and not self.source.has("d2t"):
-            return scaled
+            return None
         if not self.source.has("lm_head.weight"):
             raise CheckpointError(
                 f"{self.source.folder} has a draft vocabulary of {self._num_drafted} tokens, but no lm_head.weight for "
                 "them; copy the checkpoint again"
             )
-        vocabulary = read_vocabulary(self.source, self._num_drafted, self.target.vocab_size)
-        return WidenedLogits(scaled, vocabulary.on(self.target.device))
+        return read_vocabulary(self.source, self._num_drafted, self.target.vocab_size).on(self.target.device)
 
 
 def _matrices_around(layer: DecoderLayer) -> tuple[Linear, ...]:
@@ -313,8 +345,9 @@ def _object(source: Checkpoint, name: str) -> Mapping[str, Any]:
 
 def _refuse_others(source: Checkpoint) -> None:
     """Raise UnsupportedError for heads on DFlash's layers that compute something else."""
-    kind = source.config.get("speculators_model_type", KINDS[0])
-    strange = sorted(name for name in source if not name.startswith(OWN_TENSORS))
+    kind, order = source.config.get("speculators_model_type", KINDS[0]), find_kind(source)
+    known = OWN_TENSORS if order is None else (*OWN_TENSORS, *(f"{module}." for module in order.modules))
+    strange = sorted(name for name in source if not name.startswith(known))
     if kind not in KINDS or strange:
         named = next((name for name in strange if name.partition(".")[0] in OTHER_HEADS), None)
         found = f"of type {kind!r}" if named is None else f"of {OTHER_HEADS[named.partition('.')[0]]}"

@@ -48,9 +48,9 @@ class DraftVocabulary:
         """The same for logits on `device`."""
         return DraftVocabulary(self.token_ids.to(device), self.vocab_size)
 
-    def widen(self, logits: Tensor) -> Tensor:
-        """logits [R, draft vocabulary] -> [R, V], -inf for tokens the draft does not know."""
-        wide = logits.new_full((logits.shape[0], self.vocab_size), -torch.inf)
+    def widen(self, logits: Tensor, missing: float = -torch.inf) -> Tensor:
+        """logits [R, draft vocabulary] -> [R, V], `missing` for tokens the draft does not know."""
+        wide = logits.new_full((logits.shape[0], self.vocab_size), missing)
         return wide.index_copy_(1, self.token_ids, logits)
 
 
