@@ -19,6 +19,11 @@ KERNELS = {"_attention_kernel", "combine_kernel", "_rope_kernel", "_rms_kernel",
            "embed", "multiply", "quantize", "_best_of_part", "_best_of_row", "_grow_kernel",
            "_keep_kernel"}  # fmt: skip
 TREES = ("_grow_kernel", "_keep_kernel")  # of which there are never two on a multiprocessor
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {**factory.DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0, "num_hidden_layers": 1},
+    "qwen3_5_text": {**factory.DELTA, "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
+    "falcon_h1": {**factory.FALCON_H1, "num_hidden_layers": 1},
+}
 
 
 def compile_kernels(cache: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
@@ -52,29 +57,38 @@ def test_a_pass_at_the_8b_shape_compiles_and_fits(tmp_path: Path, monkeypatch: p
     assert attention["grid"][1] == 8 and attention["grid"][2] > 64  # KV heads; 512 splits, up to eight a program
 
 
-@pytest.mark.slow
-def test_latents_and_experts_compile_and_fit(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def of_families(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Kernels of latents, experts, gated delta rules and Mamba-2, from one process: what they share is compiled once.
+
+    Models of few layers, matrices of few sizes: every size of a matrix is a kernel of its own.
+    """
     pytest.importorskip("triton")
-    deepseek = str(factory.make_checkpoint("deepseek", tmp_path / "deepseek"))  # which has both
-    arguments = ("--shapes", deepseek, "--weights", "bf16", "--rows", "3", "--contexts", "40", "--trees=", "--formats=")
-    status, rows = compile_kernels(tmp_path, *arguments)
+    folder = tmp_path_factory.mktemp("compiled")
+    made = [
+        factory.save_checkpoint(factory.random_hf_model(model_type, fields), folder / model_type)
+        for model_type, fields in FAMILIES.items()
+    ]
+    shapes = ("--shapes", ",".join(map(str, made)), "--weights", "bf16", "--rows", "70", "--contexts", "40")
+    status, rows = compile_kernels(folder, *shapes, "--trees=", "--formats=")  # of 70 rows 64 are drafts
+    assert status == 0 and not any(row["problems"] for row in rows)
+    return rows
+
+
+@pytest.mark.slow
+def test_latents_and_experts_compile_and_fit(of_families: list[dict[str, Any]]) -> None:
     wanted = {"_route", "_activate", "_add_up", "_latent_kernel", "_latent_attention_kernel"}
-    assert status == 0 and {row["kernel"] for row in rows} >= wanted and not any(row["problems"] for row in rows)
+    assert {row["kernel"] for row in of_families} >= wanted
 
 
 @pytest.mark.slow
-def test_recurrent_layers_compile_and_fit(tmp_path: Path) -> None:
-    """Gated delta rules and Mamba-2, in one process: what is around them is compiled once."""
-    pytest.importorskip("triton")
-    folders = [str(factory.make_checkpoint(case, tmp_path / case)) for case in ("qwen3.5", "falcon-h1")]
-    shapes = ("--shapes", ",".join(folders), "--weights", "bf16", "--rows", "70", "--contexts", "40")
-    status, rows = compile_kernels(tmp_path, *shapes, "--trees=", "--formats=")  # of 70 rows 64 are drafts
+def test_recurrent_layers_compile_and_fit(of_families: list[dict[str, Any]]) -> None:
     wanted = {"_conv_kernel", "_tail_kernel", "_prepare_kernel", "_path_kernel", "_state_kernel"}
-    assert status == 0 and {row["kernel"] for row in rows} >= wanted and not any(row["problems"] for row in rows)
-    assert [row["grid"][0] for row in rows if row["kernel"] == "_state_kernel"] == [63] * 2, (
+    assert {row["kernel"] for row in of_families} >= wanted
+    assert [row["grid"][0] for row in of_families if row["kernel"] == "_state_kernel"] == [63] * 2, (
         "known rows run the same kernel"
     )
-    assert all(row["stack"] == 0 for row in rows if row["kernel"] in wanted)
+    assert all(row["stack"] == 0 for row in of_families if row["kernel"] in wanted)
 
 
 def test_what_a_gpu_would_refuse_is_named() -> None:
