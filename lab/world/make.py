@@ -34,10 +34,10 @@ STORY_REQUESTS = Wordings(
     test=("Invent a story about {about}.", "Let me hear a story about {about}.", "Story time! {About}."),
 )  # fmt: skip
 SHARES: tuple[tuple[float, Make], ...] = (
-    (0.3, facts.fact), (0.06, facts.several), (0.3, skills.skill), (0.14, talk.talk), (0.05, knowledge.advice),
-    (0.05, knowledge.explanation), (0.01, knowledge.joke), (0.01, knowledge.poem),
+    (0.26, facts.fact), (0.05, facts.several), (0.4, skills.skill), (0.12, talk.talk), (0.04, knowledge.advice),
+    (0.03, knowledge.explanation), (0.01, knowledge.joke), (0.01, knowledge.poem),
 )  # fmt: skip
-PLAIN = 0.08  # of the records: stories and facts as running text; the rest up to one are stories that were asked for
+PLAIN = 0.04  # of the records: stories and facts as running text; the rest up to one are stories that were asked for
 EXAM: dict[str, Make] = {
     "capitals": lambda rng, split: facts.ask(facts.capital_fact(rng.choice(facts.countries()), rng), "capitals", rng, split),
     "facts": facts.fact,

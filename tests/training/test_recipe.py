@@ -38,6 +38,7 @@ def test_committed_recipes_load(path: Path) -> None:
         ("seed = 3", "", "recipe field seed is missing"),
         ("steps = 8", "steps = 'many'", "schedule.steps = 'many' should be of type int"),
         ("seed = 3", "seed = true", "seed = True should be of type int"),
+        ("seed = 3", "seed = 3\nprompt_weight = 1.5", "prompt_weight = 1.5 must lie between 0 and 1"),
         ("num_kv_heads = 1", "num_kv_heads = 3", "num_kv_heads 3"),
         ("seq_len = 16", "seq_len = 17", "schedule.seq_len"),
         ("tokens_per_step = 128", "tokens_per_step = 100", "schedule.tokens_per_step"),

@@ -19,7 +19,7 @@ from forerun.training.data import Tokens, load_tokens
 from forerun.training.distill import OWN_TEXT, sample_own_text
 from forerun.training.export import check_same_vocabulary, export_model, load_model
 from forerun.training.heldout import Heldout, acceptance_rate
-from forerun.training.losses import Loss, distillation_loss, next_token_loss
+from forerun.training.losses import Loss, PromptWeights, distillation_loss, next_token_loss
 from forerun.training.net import Net, NetConfig
 from forerun.training.plots import NO_PICTURE, draw_history
 from forerun.training.prepare import Prepared, Report, prepare
@@ -84,7 +84,9 @@ def make_loss(
 ) -> tuple[Loss, dict[str, float]]:
     """Chooses the loss and the mix; when distilling, adds the teacher's own text to `train`."""
     if recipe.distill is None:
-        return next_token_loss(net, recipe.run), recipe.mix
+        counts_all = recipe.prompt_weight == 1.0
+        weigh = None if counts_all else PromptWeights.of(prepared.tokenizer, recipe.prompt_weight)
+        return next_token_loss(net, recipe.run, weigh), recipe.mix
     teacher = load_model(Path(recipe.distill.teacher)).to(recipe.run.device)
     check_same_vocabulary(teacher, recipe.model.vocab_size)
     train[OWN_TEXT] = sample_own_text(recipe, teacher, train, prepared.folder, console.say)

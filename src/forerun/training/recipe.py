@@ -142,6 +142,7 @@ class Recipe:
     model: NetConfig
     schedule: ScheduleConfig
     mix: dict[str, float]
+    prompt_weight: float = 1.0  # of a token that is not the assistant's, in the loss of a chat
     start_from: str = ""  # an exported model whose weights and tokenizer the run begins with; "" begins at random
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -160,6 +161,10 @@ class Recipe:
                 raise ConfigError(f"unknown source mix.{name}; allowed are {', '.join(SOURCES)}")
             if weight <= 0:
                 raise ConfigError(f"mix.{name} = {weight} must be positive; leave the source out instead")
+        if not 0.0 <= self.prompt_weight <= 1.0:
+            raise ConfigError(f"prompt_weight = {self.prompt_weight} must lie between 0 and 1")
+        if self.distill is not None and self.prompt_weight != 1.0:
+            raise ConfigError("prompt_weight is for training on text; leave it out beside [distill]")
         if not self.mix:
             raise ConfigError("mix names no source; give at least one with its weight")
 
