@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -101,6 +102,23 @@ def test_long_prompts_are_read_first_and_loaded(fields: dict[str, Any], apart: A
     assert read.params.max_tokens == 1 and read.prompt == answered.prompt
     usage = answer["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] // 16 * 16
+
+
+def test_a_draft_model_that_has_not_read_the_prompt_changes_nothing(alone: TestClient, tmp_path: Path) -> None:
+    options = {"draft_model": "mini-draft", "max_draft_tokens": 3, "kv_disk": str(tmp_path), "kv_disk_gib": 0.2}
+    answering = Replica("r0", mini.drafting("draft", adaptive=False, **options), settings())
+    reading = Replica("p0", mini.drafting("draft", adaptive=False, **options), settings(prefill_only=True))
+    try:
+        with Apart(InProcess(answering), InProcess(reading)).client() as client:
+            answer = client.post(TEXT, json=asked()).json()
+            assert outcomes(client) == {"stored": 1}
+    finally:
+        answering.stop()
+        reading.stop()
+    assert answer["choices"] == choices(alone, asked())
+    usage = answer["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] // 16 * 16
+    assert answer["forerun"]["num_steps"] < usage["completion_tokens"]  # drafts were accepted
 
 
 def test_short_and_known_prompts_go_straight_to_the_answer(apart: Apart) -> None:
