@@ -23,12 +23,15 @@ pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
 
 import httpx
 import yaml
+from fastapi.testclient import TestClient
+from ray import serve
 from ray.exceptions import ActorUnavailableError
 
 from forerun.replicas.deployment import Deployment
-from forerun.replicas.on_ray import ENGINE, EngineDeployment, RayReplicas
+from forerun.replicas.on_ray import ENGINE, PREFILL, EngineDeployment, Ingress, RayReplicas, build
+from forerun.replicas.replica import Description, Replica
 from forerun.replicas.transport import ReplicaLost
-from tests.server.conftest import client_of, events_of, wait_until
+from tests.server.conftest import client_of, events_of, settings, wait_until
 from tests.support import mini
 
 LONG = {"temperature": 0.8, "max_tokens": 300, "ignore_eos": True, "return_token_ids": True, "stream": True}
@@ -184,3 +187,56 @@ def test_an_engine_describes_itself_to_its_own_deployment_alone() -> None:
     engine._deployment, engine._replica = own, SimpleNamespace(describe=lambda: "it", stop=lambda: None)  # type: ignore[assignment]
     assert asyncio.run(engine.describe(Deployment(model="mini"))) == "it"  # type: ignore[comparison-overlap]
     assert asyncio.run(engine.describe(other)) is None
+
+
+@pytest.mark.parametrize("prefill", [None, {"min_tokens": 9}])
+def test_an_ingress_has_prompts_read_and_shares_batches(
+    prefill: dict[str, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Serve makes it, with handles that answer one question."""
+    replica = Replica("r", mini.plain(), settings())
+    described = replica.describe()
+    replica.stop()
+    told = list[Deployment]()
+
+    async def describe(deployment: Deployment) -> Description:
+        told.append(deployment)
+        return described
+
+    handle = SimpleNamespace(options=lambda **_: handle, describe=SimpleNamespace(remote=describe))
+    monkeypatch.setattr(serve, "get_replica_context", lambda: SimpleNamespace(app_name="app"))
+    kept = {"kv_disk": str(tmp_path / "kv"), "kv_disk_gib": 1.0}
+    batches = {"batch_dir": str(tmp_path / "batches")}
+    deployment = Deployment(model="mini", engine=kept, prefill=prefill, server=batches)  # type: ignore[arg-type]
+
+    async def begin() -> Ingress:
+        made = object.__new__(Ingress)
+        await made.__init__(deployment, handle, None if prefill is None else handle)  # type: ignore[misc]
+        if prefill is not None:
+            await made._asked
+        return made
+
+    apps = [asyncio.run(begin()).__serve_build_asgi_app__() for _ in range(2)]
+    reader = apps[0].state.service.reader
+    if prefill is None:
+        assert reader is None and len(told) == 2
+    else:
+        assert reader.replicas._served == ("app", PREFILL) and len(told) == 4
+    assert apps[0].state.service.replicas._served == ("app", ENGINE)
+    one, other = (TestClient(app, base_url="http://localhost") for app in apps)
+    with one, other:
+        made = one.post("/v1/files", files={"file": b"{}"}, data={"purpose": "batch"}).json()
+        assert [each["id"] for each in other.get("/v1/files").json()["data"]] == [made["id"]]
+
+
+def test_prefill_replicas_are_a_deployment_of_their_own(tmp_path: Path) -> None:
+    kept = {"kv_disk": str(tmp_path), "kv_disk_gib": 1.0}
+    apart = Deployment(model="mini", engine=kept, prefill={"replicas": 2, "resources": {"num_cpus": 1.5}})  # type: ignore[arg-type]
+    [_, engines, readers] = build(apart)._bound_deployment.init_args
+    found = {}
+    for each in (engines._bound_deployment, readers._bound_deployment):
+        found[each.name] = each.num_replicas, each.ray_actor_options["num_cpus"], each.init_kwargs
+        [of] = each.init_args
+        assert (of.prefill is not None) and of.engine_config().kv_disk == str(tmp_path)
+    assert found == {ENGINE: (1, 1.0, {}), PREFILL: (2, 1.5, {"prefill_only": True})}
+    assert build(Deployment(model="mini"))._bound_deployment.init_args[2] is None
