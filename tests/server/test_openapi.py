@@ -14,9 +14,6 @@ from forerun.server.app import create_app
 from tests.server.conftest import running
 from tests.server.conftest import settings as server_settings
 
-schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
-pytest.importorskip("schemathesis.specs.openapi.schemas")  # before a server's threads parse, too: see `attempted`
-
 EXAMPLES = 8  # a path
 
 
@@ -57,6 +54,10 @@ def attempted(check: Callable[[], None], most: int = 3) -> None:
 
 
 def test_generated_requests_find_no_internal_error(llm: LLM, tmp_path: Path) -> None:
+    # Here, as processes that only collect this test need not read it; and before a server's threads parse, too (see
+    # `attempted`).
+    schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+    pytest.importorskip("schemathesis.specs.openapi.schemas")
     app = create_app(llm, server_settings(timeout_s=0.5, grammar_timeout_s=2.0, batch_dir=tmp_path))
     with running(app) as address:
         app.state.context.grammars.start()  # which takes seconds, and longer than some requests may
