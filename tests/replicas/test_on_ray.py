@@ -1,4 +1,6 @@
-"""`forerun deploy` on a Ray cluster of this machine: a replica is killed under streams, the command is told to stop."""
+"""`forerun deploy` on a Ray cluster of this machine: a replica is killed under streams, another one reads prompts,
+batches are answered, the command is told to stop.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,8 @@ from forerun.replicas.on_ray import ENGINE, PREFILL, EngineDeployment, Ingress, 
 from forerun.replicas.replica import Description, Replica
 from forerun.replicas.transport import ReplicaLost
 from tests.server.conftest import client_of, events_of, settings, wait_until
+from tests.server.test_batch_api import ended, start, until
+from tests.server.test_batches import chat_row
 from tests.support import mini
 
 LONG = {"temperature": 0.8, "max_tokens": 300, "ignore_eos": True, "return_token_ids": True, "stream": True}
@@ -55,7 +59,9 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
         port = listening.getsockname()[1]
     options = {
         "model": "mini", "replicas": 2, "resources": {"num_cpus": 0.1, "threads": 1}, "drain_s": 30,
-        "engine": {"max_num_seqs": 8, "max_model_len": 512}, "http": {"port": port, "num_cpus": 0},
+        "engine": {"max_num_seqs": 8, "max_model_len": 512, "kv_disk": str(folder / "kv"), "kv_disk_gib": 0.5},
+        "prefill": {"min_tokens": 48}, "server": {"batch_dir": str(folder / "batches")},
+        "http": {"port": port, "num_cpus": 0, "ingresses": 2},
     }  # fmt: skip
     (folder / "deploy.yaml").write_text(yaml.safe_dump(options))
     log = folder / "log"
@@ -118,6 +124,7 @@ def engines() -> list[int]:
 
 
 def metric(address: str, name: str) -> float:
+    """As one of the ingresses has it."""
     lines = httpx.get(f"{address}/metrics", timeout=60).text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
@@ -131,7 +138,7 @@ def test_streams_go_on_when_a_replica_is_killed(deployed: Deployed, expected: li
         assert len(pids) == 2
         os.kill(pids[0], signal.SIGKILL)
         assert [answer.result() for answer in answers] == expected
-    assert metric(deployed.address, "forerun_moved_requests_total") >= 1
+    assert wait_until(lambda: metric(deployed.address, "forerun_moved_requests_total") >= 1, 30)
 
 
 def test_errors_and_status_reach_clients(deployed: Deployed) -> None:
@@ -140,6 +147,28 @@ def test_errors_and_status_reach_clients(deployed: Deployed) -> None:
     assert httpx.get(f"{deployed.address}/v1/models").json()["data"][0]["id"] == "mini"
     assert httpx.get(f"{deployed.address}/health").json()["status"] == "ok"
     assert metric(deployed.address, "forerun_replica_samples_finished_total") >= 1
+
+
+def test_long_prompts_are_read_by_a_replica_of_their_own(deployed: Deployed) -> None:
+    given = {"model": "mini", "prompt": " ".join(mini.PROMPTS), "max_tokens": 12, "seed": 5, "temperature": 0.8}
+    answer = httpx.post(f"{deployed.address}/v1/completions", json=given, timeout=60).json()
+    with client_of(mini.plain()) as alone:
+        assert answer["choices"] == alone.post("/v1/completions", json=given).json()["choices"]
+    usage = answer["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] // 16 * 16
+    stored = 'forerun_prefilled_prompts_total{outcome="stored"}'
+    assert wait_until(lambda: metric(deployed.address, stored) == 1, 30)
+
+
+def test_batches_are_those_of_one_server(deployed: Deployed, tmp_path: Path) -> None:
+    given = [chat_row(f"c{i}", f"Tell me about {i}.", max_tokens=16) for i in range(6)]
+    with client_of(mini.plain(), batch_dir=tmp_path) as alone, httpx.Client(base_url=deployed.address) as many:
+        outputs = []
+        for client in (alone, many):
+            over = until(client, start(client, given)["id"], ended)
+            outputs.append(client.get(f"/v1/files/{over['output_file_id']}/content").content.splitlines())
+        assert len(outputs[1]) == 6 and sorted(outputs[0]) == sorted(outputs[1])
+        assert many.get("/v1/batches").json()["data"][0]["status"] == "completed"
 
 
 def test_the_command_lets_streams_end(deployed: Deployed, expected: list[list[int]]) -> None:

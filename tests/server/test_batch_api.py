@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 
@@ -29,20 +30,20 @@ def data_of(given: list[Any]) -> bytes:
     return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in given).encode()
 
 
-def upload(client: TestClient, given: list[Any]) -> str:
+def upload(client: httpx.Client, given: list[Any]) -> str:
     answer = client.post("/v1/files", files={"file": ("rows.jsonl", data_of(given))}, data={"purpose": "batch"})
     assert answer.status_code == 200, answer.text
     return str(answer.json()["id"])
 
 
-def start(client: TestClient, given: list[Any], endpoint: str = CHAT, **fields: Any) -> dict[str, Any]:
+def start(client: httpx.Client, given: list[Any], endpoint: str = CHAT, **fields: Any) -> dict[str, Any]:
     body = {"input_file_id": upload(client, given), "endpoint": endpoint, "completion_window": "24h", **fields}
     answer = client.post("/v1/batches", json=body)
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 
 
-def until(client: TestClient, batch_id: str, over: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+def until(client: httpx.Client, batch_id: str, over: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     for _ in range(600):
         batch: dict[str, Any] = client.get(f"/v1/batches/{batch_id}").json()
         if over(batch):
