@@ -20,11 +20,11 @@ from forerun.drafters.named import engine_config
 from forerun.drafters.registry import draft_models, named_heads
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
-from forerun.errors import ConfigError, QueueFullError, RankLost, SamplingError, UnsupportedError
+from forerun.errors import ConfigError, QueueFullError, RankLost, SamplingError
 from forerun.frontend import Frontend, Prompt
 from forerun.kernels.ops import Kernels
 from forerun.models.adapted import LoraAdapter
-from forerun.models.loader import LoadedModel, load_adapter
+from forerun.models.loader import LoadedModel
 from forerun.models.trimmed import check_draft_vocabularies
 from forerun.opening import SharedModel, check_ranks, open_shared
 from forerun.progress import progress_bar
@@ -136,11 +136,9 @@ class LLM(Frontend):
         in_place: it may replace an adapter of this name; requests that have that one keep it to their end. Not beside a
         running step. Raises ConfigError for a name that is taken, and ModelError.
         """
-        if self._shared.crew is not None:
-            raise UnsupportedError("several ranks have no adapters: leave tensor_parallel and pipeline_parallel at 1")
         if name in self.adapters and not in_place:
             raise ConfigError(f"there is an adapter {name!r} already, from {self.adapters[name].path}: unload it first")
-        adapter = load_adapter(name, path, self._shared.loaded, self._shared.kernels)
+        adapter = self._shared.read_adapter(name, path)
         self._shared.adapters = {**self.adapters, name: adapter}  # others may be reading the old one
 
     def unload_adapter(self, name: str) -> None:

@@ -5,7 +5,7 @@ Knows: the order of checks and of loading. Does not know: engines, requests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forerun.config import EngineConfig
 from forerun.drafters.registry import draft_models, spec_of, telling_heads
@@ -14,9 +14,11 @@ from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
 from forerun.models.adapted import LoraAdapter
 from forerun.models.draft_models import DraftModels, check_draft
-from forerun.models.loader import LoadedModel, load_adapter, load_model
+from forerun.models.loader import LoadedModel, check_adapters, load_adapter, load_model
 from forerun.models.parts import check_division
-from forerun.runtime.parallel.leader import Crew
+from forerun.runtime.parallel.crew import Crew
+from forerun.runtime.parallel.leader import RankedModel
+from forerun.weights.resolve import resolve_model
 
 
 @dataclass(slots=True)
@@ -28,6 +30,16 @@ class SharedModel:
     drafts: DraftModels
     adapters: dict[str, LoraAdapter] = field(default_factory=dict)
     crew: Crew | None = None  # the other ranks; None: there are none
+
+    def read_adapter(self, name: str, path: str) -> LoraAdapter:
+        """A LoRA adapter, of which each rank has its part. Raises ModelError, ResourceError and RankLost."""
+        if self.crew is None:
+            return load_adapter(name, path, self.loaded, self.kernels)
+        assert isinstance(self.loaded.model, RankedModel)
+        part = replace(self.loaded, model=self.loaded.model.part)
+        adapter = load_adapter(name, path, part, self.kernels)
+        self.crew.open_adapter(adapter)
+        return adapter
 
 
 def open_shared(config: EngineConfig) -> SharedModel:
@@ -51,8 +63,14 @@ def open_shared(config: EngineConfig) -> SharedModel:
                 max_position=config.max_model_len, implementation=config.implementation,
                 adapters=tuple(config.lora.values()),
             )  # fmt: skip
-    adapters = {name: load_adapter(name, path, loaded, kernels) for name, path in config.lora.items()}
-    return SharedModel(loaded, kernels, DraftModels(loaded, kernels, config.dtype), adapters, crew)
+    shared = SharedModel(loaded, kernels, DraftModels(loaded, kernels, config.dtype), {}, crew)
+    try:
+        shared.adapters = {name: shared.read_adapter(name, path) for name, path in config.lora.items()}
+    except BaseException:
+        if crew is not None:
+            crew.close()
+        raise
+    return shared
 
 
 def check_ranks(config: EngineConfig) -> None:
@@ -61,7 +79,6 @@ def check_ranks(config: EngineConfig) -> None:
         return
     asked = f"tensor_parallel {config.tensor_parallel} with pipeline_parallel {config.pipeline_parallel}"
     refused = {
-        "adapters (lora) are": bool(config.lora),
         "device 'cuda' is": config.device == "cuda" or config.kernels == "triton",
         "implementation 'transformers' is": config.implementation == "transformers",
     }
@@ -77,3 +94,4 @@ def check_ranks(config: EngineConfig) -> None:
                 "choose another one"
             )
     check_division(config.model, config.tensor_parallel, config.pipeline_parallel)
+    check_adapters(config.lora.values(), resolve_model(config.model), config.implementation)

@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.cache.states import RecurrentStates
 from forerun.errors import ConfigError, UnsupportedError
 from forerun.models.base import CommittedPath, KeepsSlots, Model, PassOutput, state_specs_of
 from forerun.models.batch import ForwardBatch, SequenceRows
-from forerun.models.loader import load_model
+from forerun.models.loader import load_adapter, load_model
 from forerun.models.parts import check_division
 from forerun.models.stages import StagedDecoder, cut
 from tests.models import factory
+from tests.support.adapters import write_adapter
 
 TABLES = [0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]
 
@@ -55,8 +57,9 @@ PASSES: tuple[tuple[list[SequenceRows], tuple[int, ...], list[CommittedPath]], .
 )
 
 
-def run(models: Sequence[Model]) -> list[PassOutput]:
-    """All passes through these stages; the states that any of them has."""
+def run(models: Sequence[Model], adapters: Sequence[object | None] = ()) -> list[PassOutput]:
+    """All passes through these stages; the second sequence has this adapter. The states that any of them has."""
+    adapters = adapters or [None] * len(models)
     slots = [RecurrentStates(specs, 4, m.device) if (specs := state_specs_of(m)) else None for m in models]
     models = [
         m.with_states(slot) if slot is not None and isinstance(m, KeepsSlots) else m
@@ -66,7 +69,8 @@ def run(models: Sequence[Model]) -> list[PassOutput]:
     outputs = []
     for sequences, hidden_layers, paths in PASSES:
         found = [
-            m.forward(ForwardBatch.build(sequences, 4), kv, hidden_layers) for m, kv in zip(models, kvs, strict=True)
+            m.forward(ForwardBatch.build(sequences, 4, adapters=[None, own][: len(sequences)]), kv, hidden_layers)
+            for m, kv, own in zip(models, kvs, adapters, strict=True)
         ]
         outputs.append(PassOutput(found[-1].logits, {i: state for out in found for i, state in out.hidden.items()}))
         for model in models:
@@ -89,6 +93,27 @@ def test_stages_give_the_bits_of_the_whole(case: str, tmp_path: Path) -> None:
         assert got.hidden.keys() == expected.hidden.keys()
         assert all(torch.equal(got.hidden[layer], state) for layer, state in expected.hidden.items())
     assert not handed.tensors
+
+
+def test_adapters_change_every_stage(tmp_path: Path) -> None:
+    folder, kernels = factory.make_checkpoint("llama", tmp_path / "model"), factory.make_kernels()
+    adapter = write_adapter(tmp_path / "a", folder, ["v_proj", "o_proj", "up_proj", "embed_tokens", "lm_head"])
+    whole, stages = load_model(folder, kernels), [load_model(folder, kernels, stage=(index, 2)) for index in range(2)]
+    handed = Handed()
+    for each in stages:
+        assert isinstance(each.model, StagedDecoder)
+        each.model.neighbours = handed
+    found = run([each.model for each in stages], [load_adapter("a", adapter, each, kernels) for each in stages])
+    expected = run([whole.model], [load_adapter("a", adapter, whole, kernels)])
+    assert all(torch.equal(got.logits, own.logits) for got, own in zip(found, expected, strict=True))
+    assert not torch.equal(expected[1].logits, run([whole.model])[1].logits)
+    router = write_adapter(tmp_path / "b", folder, ["v_proj"], ranks={})
+    tensors = load_file(router / "adapter_model.safetensors")
+    renamed = {name.replace("self_attn.v_proj", "mlp.gate"): tensor for name, tensor in tensors.items()}
+    save_file(renamed, router / "adapter_model.safetensors")
+    for each in stages:
+        with pytest.raises(UnsupportedError, match=r"adapts model.layers.\d.mlp.gate \(1 such modules\)"):
+            load_adapter("b", router, each, kernels)
 
 
 def test_cutting_makes_the_largest_stage_as_small_as_it_can() -> None:

@@ -38,7 +38,8 @@ def test_a_pass_arrives_as_it_was_sent() -> None:
     rng = random.Random(0)
     for number in range(200):
         rows = tuple(random_rows(rng, index) for index in range(rng.randrange(4)))
-        order = PassOrder(rng.randrange(9), number, rng.random() < 0.5, tuple(range(rng.randrange(3))), rows)
+        layers, adapters = tuple(range(rng.randrange(3))), tuple(rng.choices(range(3), k=rng.choice([0, len(rows)])))
+        order = PassOrder(rng.randrange(9), number, rng.random() < 0.5, layers, rows, adapters)
         found = PassOrder.read(again(order.message()))
         assert found == order
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.config import EngineConfig, launched_rank
-from forerun.errors import ConfigError, UnsupportedError
+from forerun.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
+from forerun.runtime.parallel import crew
+from forerun.runtime.parallel.follower import RankFollower
+from forerun.runtime.parallel.messages import Kind, RankMessage
 from forerun.runtime.parallel.start import compare, options_as_json, release, weights_stamp
+from forerun.weights.identity import digest_of
 from tests.drafters.test_eagle import make as make_head
 from tests.models import factory
 from tests.support import tiny
+from tests.support.adapters import write_adapter
 from tests.support.processes import own_processes
 
 WORKER = "forerun.runtime.parallel"
+ADAPTED = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "embed_tokens", "lm_head")
 PROMPTS = ([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 10, 11, 9, 10, 11, 9], list(range(20, 43)), [5, 6, 7, 8, 5])
 
 
@@ -29,6 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     factory.write_tokenizer(path)
     (path / "eagle").mkdir()
     make_head("eagle1", path / "eagle")  # it reads the target's output layer, which the other process has
+    write_adapter(path / "a", path, ADAPTED)
+    write_adapter(path / "b", path, ADAPTED[:2], seed=1, rank=2)
     return path
 
 
@@ -39,20 +49,20 @@ def open_llm(folder: Path, **options: object) -> LLM:
 
 @pytest.fixture(scope="module", params=["pipeline_parallel", "tensor_parallel"])
 def ranked(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with closing(open_llm(folder, **{request.param: 2})) as llm:
+    with closing(open_llm(folder, **{request.param: 2}, lora={"a": str(folder / "a")})) as llm:
         yield llm
     assert not own_processes(WORKER)
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> LLM:
-    return open_llm(folder)
+    return open_llm(folder, lora={"a": str(folder / "a")})
 
 
-def tokens(llm: LLM) -> list[tuple[int, ...]]:
-    """At both temperatures, and with the prompts' log-probabilities, which are logits of spans."""
+def tokens(llm: LLM, lora: Sequence[str | None] | None = None) -> list[tuple[int, ...]]:
+    """At both temperatures, each with its adapter."""
     params = [SamplingParams(temperature=i % 2, max_tokens=24, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
-    return [output.outputs[0].token_ids for output in llm.generate(list(PROMPTS), params)]
+    return [output.outputs[0].token_ids for output in llm.generate(list(PROMPTS), params, lora=lora)]
 
 
 @pytest.mark.parametrize("drafter", ["none", "suffix", "draft", "eagle"])
@@ -68,11 +78,43 @@ def test_two_ranks_say_what_one_process_says(
     assert tokens(llm) == expected
 
 
+def test_adapters_add_what_they_add_in_one_process(
+    alone: LLM, ranked: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the start and of run time, in one batch; what a rank cannot load is refused, and all go on."""
+    for llm in (alone, ranked):
+        llm.load_adapter("b", str(folder / "b"))
+    expected = tokens(alone, ["a", None, "b", "a"])
+    assert tokens(ranked, ["a", None, "b", "a"]) == expected
+    assert len({*expected, *tokens(alone)}) == 7, "an adapter changes nothing"
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="rank 1 on .* other files than on rank"):
+        patch.setattr(crew, "digest_of", lambda path: "another")
+        ranked.load_adapter("c", str(folder / "b"))
+    ranked.unload_adapter("b")
+    alone.unload_adapter("b")
+    assert tokens(ranked, ["a", None, None, None]) == tokens(alone, ["a", None, None, None])
+
+
+def test_a_follower_forgets_adapters_that_it_cannot_read_or_need_not_keep(alone: LLM, folder: Path) -> None:
+    answers = list[RankMessage]()
+    inbox: Any = SimpleNamespace(tell=answers.append)
+    exchange: Any = None
+    follower = RankFollower(alone.loaded, alone.kernels, exchange, inbox)
+    path = folder / "a"
+    for each, digest in ((path, digest_of(path)), (path, "another"), (folder / "none", "")):
+        follower._do(RankMessage(Kind.ADAPTER, [len(answers)], [str(each), digest]))
+    assert [len(answer.texts) for answer in answers] == [0, 1, 1]
+    assert "other files" in answers[1].texts[0] and "there is no adapter folder" in answers[2].texts[0]
+    assert list(follower._adapters) == [0]
+    follower._do(RankMessage(Kind.FORGET, [0]))
+    assert not follower._adapters
+
+
 def test_what_several_ranks_do_not_do_is_refused_before_they_start(folder: Path) -> None:
     with pytest.raises(UnsupportedError, match="the drafter layer_skip runs the target's own layers"):
         open_llm(folder, pipeline_parallel=2, drafter="layer_skip")
-    with pytest.raises(UnsupportedError, match="adapters"):
-        open_llm(folder, pipeline_parallel=2, lora={"a": "b"})
+    with pytest.raises(ModelNotFoundError, match="there is no adapter folder"):
+        open_llm(folder, pipeline_parallel=2, lora={"a": "nowhere"})
     with pytest.raises(UnsupportedError, match="device 'cuda'"):
         open_llm(folder, pipeline_parallel=2, device="cuda")
     with pytest.raises(ConfigError, match="at most 4"):

@@ -34,6 +34,7 @@ from forerun.layers.moe import ExpertsBesideDense, MixtureOfExperts, SharedExper
 from forerun.models.adapted import LoraAdapter
 from forerun.models.decoder import Decoder
 from forerun.models.family import TensorNames
+from forerun.models.stages import StagedDecoder
 from forerun.quant.dense import DenseWeight
 from forerun.quant.formats import find_format
 from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint, read_file, read_json, text_name
@@ -179,12 +180,14 @@ class PeftAdapter:
         """Read the matrices for the layers of `model`. Raises CheckpointError and UnsupportedError, naming modules."""
         stamps = stamps_of(self.folder)
         places, parts = dict(_places(model, names)), dict[object, list[tuple[ModulePlace, LowRankPair]]]()
-        missing = sorted(module for module in self.modules if module not in places)
+        elsewhere = model.stage.elsewhere(names.layer) if isinstance(model, StagedDecoder) else ()
+        here = {module: pair for module, pair in self.modules.items() if not module.startswith(elsewhere)}
+        missing = sorted(module for module in here if module not in places)
         if missing:
             raise self._unadaptable(missing)
         self._check_targets(places)
         self._check_copied_shapes(places)
-        for module, pair in self.modules.items():
+        for module, pair in here.items():
             place = places[module]
             if pair.shape != place.shape or pair.of_embedding != (module == names.embedding):
                 raise self._other_base(module, pair.shape, place.shape)

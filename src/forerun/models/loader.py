@@ -113,7 +113,7 @@ def load_model(
     _check_sampling(generation)
     if dtype == "float16":
         check_float16(folder)
-    _check_adapters(adapters, folder, implementation)
+    check_adapters(adapters, folder, implementation)
     if is_gguf(folder):
         loaded = _load_gguf(folder, kernels, dtype, max_position, progress, implementation, ranks, stage)
     elif _choose(raw := _read_raw(folder), implementation) == "transformers":
@@ -152,7 +152,7 @@ def load_adapter(name: str, path: str | Path, loaded: LoadedModel, kernels: Kern
         return adapter.bind(name, loaded.model, family.names, kernels)
 
 
-def _check_adapters(paths: Iterable[str | Path], folder: Path, implementation: Implementation) -> None:
+def check_adapters(paths: Iterable[str | Path], folder: Path, implementation: Implementation) -> None:
     """Raise ModelError for adapters that cannot be loaded, or are for another model. Reads headers only."""
     for path in paths:
         base = open_checkpoint(folder)

@@ -67,6 +67,11 @@ class PipelineStage:
         """It ends with the output layer."""
         return self.index == self.count - 1
 
+    def elsewhere(self, layer: str) -> tuple[str, ...]:
+        """What names of tensors of other stages' layers begin with; `layer`: a layer's name with {index} in it."""
+        others = (index for index in range(self.num_layers) if not self.first <= index < self.end)
+        return tuple(f"{layer.format(index=index)}." for index in others)
+
     def states_of(self, hidden_layers: Sequence[int]) -> list[list[int]]:
         """Which of these hidden states, numbered as in `Model.forward`, each stage has."""
         found: list[list[int]] = [[] for _ in self.ends]

@@ -67,7 +67,7 @@ class Exchange:
     def note(self, made: Tensor) -> None:
         """Take what this stage made into the digest."""
         if self.digest is not None:
-            self.digest = digest_of(made, self.digest)
+            self.digest = checksum_of(made, self.digest)
 
     def receive_from(self, rank: int, shape: Sequence[int]) -> Tensor:
         """What that rank sends, float32. Raises RankLost."""
@@ -98,7 +98,7 @@ class Exchange:
             waiting.abort()
 
 
-def digest_of(tensor: Tensor, start: int) -> int:
+def checksum_of(tensor: Tensor, start: int) -> int:
     """A check sum of a float32 tensor's bits, which goes on from `start`."""
     bits = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(bits.numpy().tobytes(), start)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import NoReturn
 from zlib import crc32
@@ -19,15 +20,19 @@ from forerun.cache.kv_cache import KVCache, bytes_per_block
 from forerun.cache.states import RecurrentStates, bytes_per_slot
 from forerun.errors import ForerunError, RankLost
 from forerun.kernels.ops import Kernels
+from forerun.models.adapted import LoraAdapter
 from forerun.models.base import Model, state_specs_of, with_states
 from forerun.models.batch import ForwardBatch
 from forerun.models.decoder import Decoder
+from forerun.models.loader import LoadedModel, load_adapter
 from forerun.models.memory import check_memory
 from forerun.models.stages import StagedDecoder
+from forerun.runtime.parallel.crew import EXIT_LOST
 from forerun.runtime.parallel.exchange import Exchange
-from forerun.runtime.parallel.leader import EXIT_LOST, KV_DTYPES
+from forerun.runtime.parallel.leader import KV_DTYPES
 from forerun.runtime.parallel.links import BEAT_S, Link, LinkClosed, Watch
 from forerun.runtime.parallel.messages import Kind, PassOrder, RankMessage, StateCall, read_commit
+from forerun.weights.identity import digest_of
 
 LEADER = 0
 
@@ -102,14 +107,16 @@ def _print(rank: int, text: str) -> None:
 class RankFollower:
     """This rank's part of the model and of the engines on it."""
 
-    def __init__(self, model: Decoder, kernels: Kernels, exchange: Exchange, inbox: Inbox) -> None:
-        """model: this rank's shard of its stage."""
-        self._model = model
+    def __init__(self, loaded: LoadedModel, kernels: Kernels, exchange: Exchange, inbox: Inbox) -> None:
+        """loaded: this rank's shard of its stage."""
+        assert isinstance(loaded.model, Decoder)
+        self._loaded, self._model = loaded, loaded.model
         self._kernels = kernels
         self._exchange = exchange
         self._inbox = inbox
         self._engines: dict[int, _Engine] = {}
-        self._chain = 0  # check sum of all messages, as `leader.Crew` has it
+        self._adapters: dict[int, LoraAdapter] = {}
+        self._chain = 0  # check sum of all messages, as `crew.Crew` has it
 
     def run(self) -> None:
         """Do what the leader says until it ends all ranks."""
@@ -135,6 +142,10 @@ class RankFollower:
             self._engines[numbers[0]].model.release(message.texts[0])
         elif message.kind == Kind.STATES:
             self._keep(numbers, message.texts[0] if message.texts else "")
+        elif message.kind == Kind.ADAPTER:
+            self._inbox.tell(RankMessage(Kind.READY, (), self._adapt(numbers[0], *message.texts)))
+        elif message.kind == Kind.FORGET:
+            self._adapters.pop(numbers[0], None)
 
     def _open(self, engine: int, num_blocks: int, block_size: int, num_slots: int, *dtypes: int) -> None:
         """Raises ResourceError if this machine has no room."""
@@ -146,9 +157,21 @@ class RankFollower:
         model: Model = self._model if states is None else with_states(self._model, states)
         self._engines[engine] = _Engine(model, KVCache(self._kernels, specs, num_blocks, block_size), states)
 
+    def _adapt(self, number: int, path: str, digest: str) -> list[str]:
+        """Read the adapter that has these files on rank 0 -> why not, if so."""
+        try:
+            adapter = load_adapter("", path, self._loaded, self._kernels)
+            if digest_of(Path(path)) != digest:
+                return [f"{path} has other files than on rank 0: copy the same folder to all"]
+        except (ForerunError, OSError) as error:
+            return [str(error).replace("\0", " ")]
+        self._adapters[number] = adapter
+        return []
+
     def _pass(self, order: PassOrder) -> None:
         engine, exchange = self._engines[order.engine], self._exchange
-        batch = ForwardBatch.build(order.sequences, engine.kv_cache.block_size)
+        adapters = [self._adapters[number] if number else None for number in order.adapters]
+        batch = ForwardBatch.build(order.sequences, engine.kv_cache.block_size, adapters=adapters)
         exchange.digest = self._chain if order.is_checked else None
         out = engine.model.forward(batch, engine.kv_cache.layers, order.hidden_layers)
         stage = self._model.stage if isinstance(self._model, StagedDecoder) else None

@@ -25,7 +25,7 @@ class Kind(IntEnum):
     BEAT = 0  # the sender lives
     HELLO = 1  # a follower: who it is
     CONFIG = 2  # the leader: what to load
-    READY = 3  # a follower has loaded
+    READY = 3  # a follower has done what it was told, or could not: the answer to that
     LOST = 4  # all end, with this error
     END = 5  # all end
     OPEN = 6  # an engine: its pool and slots
@@ -36,6 +36,8 @@ class Kind(IntEnum):
     RELEASE = 11  # a request's recurrent state
     STATES = 12  # kept states: a call of the prefix cache
     DIGEST = 13  # a follower: what a pass gave
+    ADAPTER = 14  # read one; READY says why not, if so
+    FORGET = 15  # an adapter
 
 
 class StateCall(IntEnum):
@@ -80,11 +82,13 @@ class PassOrder(NamedTuple):
     is_checked: bool  # whether ranks tell what it gave
     hidden_layers: tuple[int, ...]
     sequences: tuple[SequenceRows, ...]
+    adapters: tuple[int, ...] = ()  # of each sequence, 0 for none; () if none has one
 
     def message(self) -> RankMessage:
         """What the leader sends."""
         numbers = [self.engine, self.number, int(self.is_checked)]
         _put(numbers, self.hidden_layers)
+        _put(numbers, self.adapters)
         for rows in self.sequences:
             _put_rows(numbers, rows)
         return RankMessage(Kind.PASS, numbers, [rows.request_id for rows in self.sequences])
@@ -94,9 +98,9 @@ class PassOrder(NamedTuple):
         """What a follower reads."""
         numbers = iter(message.numbers)
         engine, number, is_checked = next(numbers), next(numbers), bool(next(numbers))
-        hidden_layers = tuple(_take(numbers))
+        hidden_layers, adapters = tuple(_take(numbers)), tuple(_take(numbers))
         rows = tuple(_take_rows(numbers, request_id) for request_id in message.texts)
-        return PassOrder(engine, number, is_checked, hidden_layers, rows)
+        return PassOrder(engine, number, is_checked, hidden_layers, rows, adapters)
 
 
 def commit_message(engine: int, paths: Sequence[CommittedPath]) -> RankMessage:

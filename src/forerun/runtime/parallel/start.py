@@ -43,9 +43,10 @@ from forerun.models.decoder import Decoder
 from forerun.models.loader import LoadedModel, load_model, open_checkpoint
 from forerun.models.parts import load_ends
 from forerun.models.stages import StagedDecoder
+from forerun.runtime.parallel.crew import Crew
 from forerun.runtime.parallel.exchange import Exchange, RankLayout
 from forerun.runtime.parallel.follower import Inbox, RankFollower, guarded
-from forerun.runtime.parallel.leader import Crew, RankedModel
+from forerun.runtime.parallel.leader import RankedModel
 from forerun.runtime.parallel.links import Link, LinkClosed
 from forerun.runtime.parallel.messages import Kind, RankMessage
 from forerun.weights.checkpoint import Checkpoint
@@ -177,10 +178,9 @@ def follow(rank: int, store: Store, own: EngineConfig | None) -> NoReturn:
         joined = Joined(config, rank, told.numbers[0], store)
         inbox.tell(RankMessage(Kind.READY, (), [weights_stamp(config)]))
         loaded = joined.load(joined.connect())
-        assert isinstance(loaded.model, Decoder)
         inbox.tell(RankMessage(Kind.READY))
         with torch.inference_mode():
-            RankFollower(loaded.model, joined.kernels, joined.exchange, inbox).run()
+            RankFollower(loaded, joined.kernels, joined.exchange, inbox).run()
 
     guarded(work, inbox, given["rank_timeout_s"])
     dist.destroy_process_group()
@@ -300,7 +300,7 @@ def release() -> str:
 
 def options_as_json(config: EngineConfig) -> str:
     """What followers load; they know nothing of drafters."""
-    kept = [field.name for field in fields(EngineConfig) if field.name not in ("drafter", "lora")]
+    kept = [field.name for field in fields(EngineConfig) if field.name != "drafter"]
     values = asdict(config)
     return json.dumps({name: values[name] for name in kept})
 

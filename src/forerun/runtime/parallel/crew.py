@@ -1,0 +1,282 @@
+"""The other ranks as rank 0 knows them: what they are told and answer, who is lost, and how all of them end.
+
+Knows: connections, which answers are awaited, check sums that must be equal. Does not know: passes, models, how ranks
+start (`start`).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Condition, Timer
+from weakref import WeakKeyDictionary, finalize
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from forerun.errors import CheckpointError, ConfigError, ForerunError, RankLost
+from forerun.kernels.ranks import ALONE
+from forerun.models.adapted import LoraAdapter
+from forerun.runtime.parallel.exchange import Exchange, checksum_of
+from forerun.runtime.parallel.links import Link, LinkClosed, Watch
+from forerun.runtime.parallel.messages import Kind, RankMessage
+from forerun.weights.identity import digest_of
+
+CHECKED_EVERY = 64  # passes
+OPEN_LIMIT_S = 120.0  # for a follower to make room for an engine, or to read an adapter
+_GRACE_S, _NAME_S = 5.0, 2.0  # for a blocked pass to end by itself, and for the watch to say who is lost
+_RECEIVED = -1  # the logits as the leader got them, beside what ranks made
+EXIT_LOST = 1
+
+
+class Crew:
+    """The followers of this process, and what it must know of them."""
+
+    def __init__(
+        self, exchange: Exchange, links: Mapping[int, Link], hosts: Mapping[int, str],
+        workers: Sequence[subprocess.Popen[bytes]], limit_s: float,
+    ) -> None:  # fmt: skip
+        """links and hosts by rank. workers: the followers that this process has started. limit_s: of silence."""
+        self.exchange = exchange
+        self.shards = ALONE  # the ranks of this stage, when they have connected
+        self.failure: RankLost | None = None
+        self.on_failure: list[Callable[[RankLost], None]] = []
+        self.num_here = list(hosts.values()).count(hosts[0])  # ranks on this machine
+        self.told_bytes = self.told = self.num_passes = 0
+        self._links, self._hosts, self._workers = dict(links), dict(hosts), list(workers)
+        self._watch = Watch(links, limit_s, self._arrived, self._lost)
+        self._changed = Condition()
+        self._answers: dict[int, Sequence[str]] = {}  # of those that have done what they were told last
+        self._num_opened = 0  # engines and adapters
+        self._adapters: WeakKeyDictionary[LoraAdapter, int] = (
+            WeakKeyDictionary()
+        )  # by which numbers followers know them
+        self._gone = list[RankMessage]()  # what followers may forget: told before the next message
+        self._chain = 0  # check sum of all messages
+        self._digests: dict[int, dict[int, int]] = {}  # by pass, by rank
+        self._is_passing = self._ended = False
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """While ranks load; watches over the followers from here on."""
+        self._watch.start()
+        with self.passing():
+            yield
+        self._chain = 0
+
+    def compare_weights(self, stamp: str) -> None:
+        """Wait until all followers have looked at their files. Raises ConfigError for a rank with other weights."""
+        answers = self.await_ready()
+        other = next((rank for rank, theirs in sorted(answers.items()) if theirs != [stamp]), None)
+        if other is not None:
+            raise ConfigError(
+                f"{self.name_of(other)} has other weights than rank 0 on {self._hosts[0]}: copy the same files to all"
+            )
+
+    def await_ready(self, limit_s: float | None = None) -> dict[int, Sequence[str]]:
+        """Wait until every follower has done what it was told last -> what each says of it. Raises RankLost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure or self._answers.keys() >= self._links.keys(), limit_s)
+            answers, self._answers = self._answers, {}
+        late = sorted(self._links.keys() - answers.keys())
+        if late and self.failure is None:
+            self.fail(f"{self.name_of(late[0])} was not ready within {limit_s:g} s")
+        self.check()
+        return answers
+
+    def check(self) -> None:
+        """Raise RankLost if a rank was lost, or all have ended."""
+        if self.failure is not None:
+            raise self.failure
+        if self._ended:
+            raise RankLost("the ranks of this model were closed: make another LLM")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether followers can be told anything."""
+        return self.failure is None and not self._ended
+
+    def name_of(self, rank: int) -> str:
+        """How errors call a rank."""
+        return f"rank {rank} on {self._hosts.get(rank, 'an unknown host')}"
+
+    # -- telling ------------------------------------------------------------------------------------------------
+
+    def tell(self, message: RankMessage) -> None:
+        """Send to all followers. Raises RankLost."""
+        self.check()
+        while self._gone:
+            self._send(self._gone.pop())
+        self._send(message)
+
+    def _send(self, message: RankMessage) -> None:
+        body = message.encode()
+        for rank, link in self._links.items():
+            try:
+                link.send(message.kind, body)
+            except LinkClosed as error:
+                self._lost(rank, str(error))
+                self.check()
+        self.told, self.told_bytes = self.told + len(self._links), self.told_bytes + len(self._links) * len(body)
+        self._chain = crc32(body, self._chain)
+
+    def open_engine(self, numbers: Sequence[int]) -> int:
+        """Have all followers make room for an engine -> its number. Raises RankLost."""
+        self._num_opened += 1
+        engine = self._num_opened
+        self.tell(RankMessage(Kind.OPEN, [engine, *numbers]))
+        self.await_ready(OPEN_LIMIT_S)
+        return engine
+
+    def close_engine(self, engine: int) -> None:
+        """The followers' pools will be freed; callable from any thread at any time."""
+        self._gone.append(RankMessage(Kind.CLOSE, [engine]))
+
+    def open_adapter(self, adapter: LoraAdapter) -> None:
+        """Have all followers read what this one was read from, until nobody here has it any more.
+
+        Raises CheckpointError if one of them cannot, and RankLost.
+        """
+        self._num_opened += 1
+        number, path = self._num_opened, Path(adapter.path).absolute()
+        self.tell(RankMessage(Kind.ADAPTER, [number], [str(path), digest_of(path)]))
+        finalize(adapter, self._gone.append, RankMessage(Kind.FORGET, [number]))
+        for rank, why in sorted(self.await_ready(OPEN_LIMIT_S).items()):
+            if why:
+                raise CheckpointError(f"{self.name_of(rank)} cannot load the adapter: {why[0]}")
+        self._adapters[adapter] = number
+
+    def numbers_of(self, adapters: Sequence[object | None]) -> tuple[int, ...]:
+        """By which followers know them, 0 for None."""
+        return tuple(self._adapters[each] if isinstance(each, LoraAdapter) else 0 for each in adapters)
+
+    def pass_number(self) -> tuple[int, bool]:
+        """Of the next pass, and whether what it gives is checked."""
+        self.num_passes += 1
+        return self.num_passes, self.num_passes % CHECKED_EVERY == 1
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Around a pass: if it does not end as it should, the ranks do not agree any more, and all end."""
+        self._is_passing = True
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, ForerunError) and not isinstance(error, RankLost):
+                self.fail(str(error))
+                raise
+            raise self._named(error) from error
+        except BaseException:
+            self.fail("interrupted in the middle of a pass")
+            raise
+        finally:
+            self._is_passing = False
+
+    def _named(self, error: Exception) -> RankLost:
+        """What to raise in place of an exchange's error: the watch may be about to say who is lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure, _NAME_S)
+        self.fail(str(error))
+        return self.failure or RankLost(str(error))
+
+    # -- hearing (on the watch's thread) ------------------------------------------------------------------------
+
+    def _arrived(self, rank: int, message: RankMessage) -> None:
+        if message.kind == Kind.LOST:
+            self.fail(f"{self.name_of(rank)}: {message.texts[0]}")
+        elif message.kind == Kind.DIGEST:
+            self.digested(rank, *message.numbers)
+        elif message.kind == Kind.READY:
+            with self._changed:
+                self._answers[rank] = message.texts
+                self._changed.notify_all()
+
+    def _lost(self, rank: int, why: str) -> None:
+        self.fail(f"{self.name_of(rank)} is lost: {why}")
+
+    def digested(self, rank: int, number: int, digest: int) -> None:
+        """A rank's check sum of what its stage made in a pass and of all that it was told before."""
+        layout = self.exchange.layout
+        with self._changed:
+            found = self._digests.setdefault(number, {})
+            found[rank] = digest
+            if len(found) < layout.num_ranks + (layout.num_stages > 1):
+                return
+            del self._digests[number]
+        first = {layout.stage_of(each): each for each in sorted(found, reverse=True) if each != _RECEIVED}
+        stages = {each: layout.stage_of(each) if each != _RECEIVED else layout.num_stages - 1 for each in found}
+        for each, stage in stages.items():
+            if found[each] != found[first[stage]]:
+                self.fail(
+                    f"{self.name_of(first[stage])} and {self.name_of(max(each, 0))} have different numbers for pass "
+                    f"{number}, where all must be equal: look for different releases or processors, or bad memory"
+                )
+                return
+
+    def expects(self, number: int, received: torch.Tensor | None) -> None:
+        """The leader's own check sums of a pass: of what its stage made, and of the logits it was sent."""
+        made = self.exchange.digest
+        assert made is not None
+        self.exchange.digest = None
+        self.digested(self.exchange.rank, number, made)
+        if received is not None:
+            self.digested(_RECEIVED, number, checksum_of(received, self._chain))
+
+    def begin_check(self) -> None:
+        """What this stage makes next is taken into a check sum."""
+        self.exchange.digest = self._chain
+
+    # -- ending -------------------------------------------------------------------------------------------------
+
+    def fail(self, text: str) -> None:
+        """Something is wrong with a rank: end all of them. Only the first call counts."""
+        with self._changed:
+            if self.failure is not None or self._ended:
+                return
+            self.failure = RankLost(f"{text}; all ranks have ended: look at its own messages, then start again")
+            self._changed.notify_all()
+        self._watch.stop()
+        for link in self._links.values():
+            with suppress(LinkClosed):
+                link.send_if_room(RankMessage(Kind.LOST, (), [text]))
+        for worker in self._workers:
+            worker.kill()  # one that was stopped, too
+        self.shards.close()
+        self.exchange.abort()
+        for told in list(self.on_failure):
+            told(self.failure)
+        timer = Timer(_GRACE_S, self._leave)
+        timer.daemon = True
+        timer.start()
+
+    def _leave(self) -> None:
+        """A pass that waits for a rank on another machine may not end by itself."""
+        if self._is_passing:
+            print(f"error: {self.failure}", file=sys.stderr, flush=True)
+            os._exit(EXIT_LOST)
+
+    def close(self) -> None:
+        """End all followers; nothing is left of them when this returns. More calls do nothing."""
+        with self._changed:
+            if self._ended:
+                return
+            self._ended = True
+        self._watch.stop()
+        for link in self._links.values():
+            with suppress(LinkClosed):
+                link.send_if_room(RankMessage(Kind.END))
+        for worker in self._workers:
+            with suppress(subprocess.TimeoutExpired):
+                worker.wait(_GRACE_S)
+            worker.kill()
+            worker.wait()
+        for link in self._links.values():
+            link.close()
+        self.shards.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
