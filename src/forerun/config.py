@@ -6,7 +6,9 @@ Knows: names, defaults, ranges. Does not know: what any option does.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -201,6 +203,11 @@ class LaunchedRank(NamedTuple):
     address: str
     port: str
 
+    @property
+    def is_local(self) -> bool:
+        """Whether all of them must be on this machine, as nobody else reaches the first one at that address."""
+        return self.address in ("localhost", "127.0.0.1")
+
 
 def launched_rank() -> LaunchedRank | None:
     """What RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say; None where these are not set.
@@ -220,6 +227,20 @@ def launched_rank() -> LaunchedRank | None:
             f"MASTER_ADDR and MASTER_PORT as well; got {got}"
         )
     return LaunchedRank(int(found[0]), int(found[1]), str(found[2]), str(found[3]))
+
+
+@contextmanager
+def gloo_on_loopback() -> Iterator[None]:
+    """A block in which gloo listens to this machine alone, unless GLOO_SOCKET_IFNAME says where."""
+    name, loopback = "GLOO_SOCKET_IFNAME", [each for _, each in socket.if_nameindex() if each in ("lo", "lo0")]
+    if name in os.environ or not loopback:
+        yield
+        return
+    os.environ[name] = loopback[0]
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def follows(num_ranks: int) -> bool:

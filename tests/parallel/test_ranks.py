@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -13,18 +15,18 @@ from typing import Any
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.config import EngineConfig, launched_rank
+from forerun.config import EngineConfig, LaunchedRank, gloo_on_loopback, launched_rank
 from forerun.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
 from forerun.runtime.parallel import crew
 from forerun.runtime.parallel.follower import RankFollower
 from forerun.runtime.parallel.messages import Kind, RankMessage
-from forerun.runtime.parallel.start import compare, options_as_json, release, weights_stamp
+from forerun.runtime.parallel.start import _find_store, compare, options_as_json, release, weights_stamp
 from forerun.weights.identity import digest_of
 from tests.drafters.test_eagle import make as make_head
 from tests.models import factory
 from tests.support import tiny
 from tests.support.adapters import write_adapter
-from tests.support.processes import own_processes
+from tests.support.processes import listening, own_processes
 
 WORKER = "forerun.runtime.parallel"
 ADAPTED = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "embed_tokens", "lm_head")
@@ -108,6 +110,21 @@ def test_a_follower_forgets_adapters_that_it_cannot_read_or_need_not_keep(alone:
     assert list(follower._adapters) == [0]
     follower._do(RankMessage(Kind.FORGET, [0]))
     assert not follower._adapters
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
+def test_ranks_of_one_machine_listen_to_it_alone(ranked: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    store = _find_store(LaunchedRank(0, 2, "localhost", str(port)))
+    found = [each for process in (os.getpid(), *own_processes(WORKER)) for each in listening(process)]
+    assert f"0100007F:{port:04X}" in found and len(found) >= 4
+    assert all(each.startswith("0100007F:") for each in found)
+    del store
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with gloo_on_loopback():
+        assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
 def test_what_several_ranks_do_not_do_is_refused_before_they_start(folder: Path) -> None:

@@ -47,3 +47,13 @@ def _is_alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def listening(process: int) -> list[str]:
+    """Where a process listens for TCP, as /proc/net has it: an address in hexadecimal, and a port."""
+    links = [os.readlink(path) for path in Path(f"/proc/{process}/fd").iterdir() if os.path.islink(path)]
+    own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return [words[1] for words in lines if words[3] == "0A" and words[9] in own]

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 import forerun
-from forerun.config import EngineConfig, LaunchedRank, launched_rank
+from forerun.config import EngineConfig, LaunchedRank, gloo_on_loopback, launched_rank
 from forerun.errors import ConfigError, RankLost
 from forerun.kernels.cores import usable_cores
 from forerun.kernels.device import CPU
@@ -63,8 +63,8 @@ _OF_RANKS = ("threads", "pin_threads")  # options that each rank may have of its
 class Joined:
     """A process that has found the others: it loads its part of the model with this."""
 
-    def __init__(self, config: EngineConfig, rank: int, num_here: int, store: Store) -> None:
-        """num_here: ranks on this machine."""
+    def __init__(self, config: EngineConfig, rank: int, num_here: int, store: Store, is_local: bool) -> None:
+        """num_here: ranks on this machine. is_local: none can be elsewhere."""
         self.config = config
         self.layout = RankLayout(config.tensor_parallel, config.pipeline_parallel)
         threads = config.threads or max(1, usable_cores() // num_here)
@@ -72,18 +72,19 @@ class Joined:
             config.kernels, threads, device="cpu", pin=config.pin_threads, activations=config.activations
         )
         self.exchange = Exchange(self.layout, rank, CPU)
-        self._rank, self._store = rank, store
+        self._rank, self._store, self._is_local = rank, store, is_local
 
     def connect(self) -> Ranks:
         """The shards of this rank's stage; called by all ranks at the same time. Raises RankLost."""
         store = PrefixStore("forerun/activations", self._store)
         try:
-            dist.init_process_group(
-                "gloo", store=store, rank=self._rank, world_size=self.layout.num_ranks,
-                timeout=timedelta(seconds=START_LIMIT_S),
-            )  # fmt: skip
-            stages = range(self.layout.num_stages)
-            groups = [dist.new_group(self.layout.ranks_of(stage)) for stage in stages]
+            with gloo_on_loopback() if self._is_local else nullcontext():
+                dist.init_process_group(
+                    "gloo", store=store, rank=self._rank, world_size=self.layout.num_ranks,
+                    timeout=timedelta(seconds=START_LIMIT_S),
+                )  # fmt: skip
+                stages = range(self.layout.num_stages)
+                groups = [dist.new_group(self.layout.ranks_of(stage)) for stage in stages]
         except RuntimeError as error:
             raise RankLost(f"rank {self._rank} could not connect to the others ({first_line(error)})") from error
         return connect_ranks(groups[self.layout.stage_of(self._rank)], CPU)
@@ -116,9 +117,10 @@ def lead(config: EngineConfig) -> tuple[LoadedModel, Kernels, Crew]:
     if place is not None and place.rank > 0:
         follow(place.rank, _find_store(place), config)
     store = _own_store(config.num_ranks) if place is None else _find_store(place)
-    listener = socket.create_server((_LOOPBACK if place is None else "", 0))
+    is_local = place is None or place.is_local
+    listener = socket.create_server((_LOOPBACK if is_local else "", 0))
     key, workers = secrets.token_hex(16), list[subprocess.Popen[bytes]]()
-    address = _LOOPBACK if place is None else place.address
+    address = _LOOPBACK if is_local or place is None else place.address
     store.set(_LEADER, json.dumps([address, listener.getsockname()[1], key]))
     try:
         if isinstance(store, TCPStore) and place is None:
@@ -126,7 +128,7 @@ def lead(config: EngineConfig) -> tuple[LoadedModel, Kernels, Crew]:
         with listener:
             links, hosts = _greet(listener, key, config, workers)
         num_here = {rank: list(hosts.values()).count(host) for rank, host in hosts.items()}
-        joined = Joined(config, 0, num_here[0], store)
+        joined = Joined(config, 0, num_here[0], store, is_local)
         crew = Crew(joined.exchange, links, hosts, workers, config.rank_timeout_s)
         for rank, link in links.items():
             link.send(Kind.CONFIG, RankMessage(Kind.CONFIG, [num_here[rank]], [options_as_json(config)]).encode())
@@ -175,7 +177,7 @@ def follow(rank: int, store: Store, own: EngineConfig | None) -> NoReturn:
 
     def work() -> None:
         config = EngineConfig(**given)
-        joined = Joined(config, rank, told.numbers[0], store)
+        joined = Joined(config, rank, told.numbers[0], store, address == _LOOPBACK)
         inbox.tell(RankMessage(Kind.READY, (), [weights_stamp(config)]))
         loaded = joined.load(joined.connect())
         inbox.tell(RankMessage(Kind.READY))
@@ -208,12 +210,23 @@ def _place(config: EngineConfig) -> LaunchedRank | None:
     return place
 
 
-def _own_store(num_ranks: int) -> TCPStore:
-    return TCPStore(_LOOPBACK, 0, num_ranks, is_master=True, wait_for_workers=False)
+def _own_store(num_ranks: int, port: int = 0) -> TCPStore:
+    """A store that processes of this machine alone reach; 0 for any port. Raises OSError if it is taken."""
+    listener = socket.create_server((_LOOPBACK, port))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        _LOOPBACK, port, num_ranks, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _find_store(place: LaunchedRank) -> Store:
-    """The store at MASTER_ADDR and MASTER_PORT. Raises ConfigError if that port is taken or nobody answers."""
+    """The store at MASTER_ADDR and MASTER_PORT. Raises ConfigError if that port is taken or nobody answers.
+
+    If all ranks are on this machine nobody else reaches it, unless torchrun has begun one, which listens everywhere.
+    """
+    if place.is_local and place.rank == 0:
+        with suppress(OSError, OverflowError):  # torchrun listens there, or it is no port
+            return _own_store(place.num_ranks, int(place.port))
     log.warning(
         "rank %d of %d waits up to %.0f s for the others, at %s:%s",
         place.rank, place.num_ranks, START_LIMIT_S, place.address, place.port,
