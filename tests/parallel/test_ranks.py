@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -20,7 +21,7 @@ from forerun.errors import CheckpointError, ConfigError, ModelNotFoundError, Uns
 from forerun.runtime.parallel import crew
 from forerun.runtime.parallel.follower import RankFollower
 from forerun.runtime.parallel.messages import Kind, RankMessage
-from forerun.runtime.parallel.start import _find_store, compare, options_as_json, release, weights_stamp
+from forerun.runtime.parallel.start import _find_store, compare, options_as_json, options_from, release, weights_stamp
 from forerun.weights.identity import digest_of
 from tests.drafters.test_eagle import make as make_head
 from tests.models import factory
@@ -112,6 +113,15 @@ def test_a_follower_forgets_adapters_that_it_cannot_read_or_need_not_keep(alone:
     assert not follower._adapters
 
 
+def test_stopping_a_group_of_processes_is_left_to_the_leader(ranked: LLM) -> None:
+    workers = own_processes(WORKER)
+    for worker in workers:
+        os.kill(worker, signal.SIGTERM)
+        os.kill(worker, signal.SIGINT)
+    tokens(ranked)
+    assert own_processes(WORKER) == workers != []
+
+
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads /proc")
 def test_ranks_of_one_machine_listen_to_it_alone(ranked: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -169,7 +179,11 @@ def test_files_with_other_weights_have_another_stamp(folder: Path, tmp_path: Pat
 def test_ranks_of_another_release_or_with_other_options_are_refused() -> None:
     own = EngineConfig(model="mini", pipeline_parallel=2)
     compare(1, "box", release(), [""], own)
-    compare(1, "box", release(), [options_as_json(replace(own, threads=1))], own)  # each may have its own number
+    other = replace(own, threads=1, pin_threads=False)
+    compare(1, "box", release(), [options_as_json(other)], own)  # each may have its own
+    assert options_from(options_as_json(own), other) == other
+    assert options_from(options_as_json(other), own) == own
+    assert options_from(options_as_json(other), None) == other
     with pytest.raises(ConfigError, match="rank 1 on box has forerun 0, rank 0 has forerun "):
         compare(1, "box", "forerun 0", [""], own)
     with pytest.raises(ConfigError, match="rank 1 on box was started with dtype 'float32', rank 0 with 'auto'"):

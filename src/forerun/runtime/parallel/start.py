@@ -172,11 +172,12 @@ def follow(rank: int, store: Store, own: EngineConfig | None) -> NoReturn:
         told = link.wait_for(Kind.CONFIG, START_LIMIT_S)
     except (RuntimeError, OSError, LinkClosed) as error:
         raise RankLost(f"rank {rank} found no leader: {first_line(error)}") from error
-    given = json.loads(told.texts[0])
-    inbox = Inbox(link, rank, given["rank_timeout_s"])
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # who stops a whole group lets the leader finish what runs
+    limit_s = json.loads(told.texts[0])["rank_timeout_s"]
+    inbox = Inbox(link, rank, limit_s)
 
     def work() -> None:
-        config = EngineConfig(**given)
+        config = options_from(told.texts[0], own)
         joined = Joined(config, rank, told.numbers[0], store, address == _LOOPBACK)
         inbox.tell(RankMessage(Kind.READY, (), [weights_stamp(config)]))
         loaded = joined.load(joined.connect())
@@ -184,7 +185,7 @@ def follow(rank: int, store: Store, own: EngineConfig | None) -> NoReturn:
         with torch.inference_mode():
             RankFollower(loaded, joined.kernels, joined.exchange, inbox).run()
 
-    guarded(work, inbox, given["rank_timeout_s"])
+    guarded(work, inbox, limit_s)
     dist.destroy_process_group()
     sys.exit(0)
 
@@ -316,6 +317,12 @@ def options_as_json(config: EngineConfig) -> str:
     kept = [field.name for field in fields(EngineConfig) if field.name != "drafter"]
     values = asdict(config)
     return json.dumps({name: values[name] for name in kept})
+
+
+def options_from(text: str, own: EngineConfig | None) -> EngineConfig:
+    """The options of `options_as_json`, but for those that a rank has of its own, if it was started with any."""
+    kept = {} if own is None else {name: getattr(own, name) for name in _OF_RANKS}
+    return EngineConfig(**{**json.loads(text), **kept})
 
 
 def weights_stamp(config: EngineConfig) -> str:
