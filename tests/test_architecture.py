@@ -216,6 +216,7 @@ OPTIONS = {
         "tensor_parallel",
         "pipeline_parallel",
         "rank_timeout_s",
+        "rank_start_s",
         "seed",
         "generation_config",
         "lora",

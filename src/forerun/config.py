@@ -28,7 +28,7 @@ _OPTIONAL_SIZES = (
 )  # fmt: skip
 _OF_LOADING = (
     "model", "dtype", "implementation", "device", "kernels", "activations", "threads", "pin_threads",
-    "generation_config", "lora", "tensor_parallel", "pipeline_parallel", "rank_timeout_s",
+    "generation_config", "lora", "tensor_parallel", "pipeline_parallel", "rank_timeout_s", "rank_start_s",
 )  # fmt: skip
 
 
@@ -105,6 +105,7 @@ class EngineConfig:
     tensor_parallel: int = 1  # processes that share each layer
     pipeline_parallel: int = 1  # groups of layers, each in processes of its own
     rank_timeout_s: int = 15  # silence of one of these processes after which all end
+    rank_start_s: int = 120  # that they wait for each other at the start; each downloads the model before
     seed: int = 0  # for requests that bring none
     generation_config: str = "auto"  # sampling defaults and end tokens: the model's own, "none", or a file or folder
     lora: Mapping[str, str] = field(default_factory=dict)  # folders of PEFT's LoRA adapters, by the name requests use
@@ -131,6 +132,7 @@ class EngineConfig:
         _range("tensor_parallel", self.tensor_parallel, 1, MAX_RANKS)
         _range("pipeline_parallel", self.pipeline_parallel, 1, MAX_RANKS)
         _range("rank_timeout_s", self.rank_timeout_s, 3, 3600)
+        _range("rank_start_s", self.rank_start_s, 1, 86400)
         self._check_tiers()
         _choice("keep_learned", self.keep_learned, (True, False))
         _choice("pin_threads", self.pin_threads, (None, True, False))

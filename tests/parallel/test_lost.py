@@ -18,13 +18,17 @@ from tests.support.processes import own_processes
 __all__ = ["folder"]
 
 
-def test_a_port_that_is_taken_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken_and_a_rank_that_does_not_come_are_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
         with pytest.raises(ConfigError, match=f"MASTER_PORT {port} .* the port free for it"):
             open_llm(folder, pipeline_parallel=2)
+    with pytest.raises(RankLost, match="rank 1 did not come within 1 s: start the same command with RANK 1"):
+        open_llm(folder, pipeline_parallel=2, rank_start_s=1)
 
 
 def test_ranks_that_compute_something_else_are_noticed(folder: Path) -> None:

@@ -126,7 +126,7 @@ def test_stopping_a_group_of_processes_is_left_to_the_leader(ranked: LLM) -> Non
 def test_ranks_of_one_machine_listen_to_it_alone(ranked: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    store = _find_store(LaunchedRank(0, 2, "localhost", str(port)))
+    store = _find_store(LaunchedRank(0, 2, "localhost", str(port)), 5)
     found = [each for process in (os.getpid(), *own_processes(WORKER)) for each in listening(process)]
     assert f"0100007F:{port:04X}" in found and len(found) >= 4
     assert all(each.startswith("0100007F:") for each in found)

@@ -129,6 +129,9 @@ class RankedLoading(AdaptedLoading):
     rank_timeout_s: Annotated[
         int, _option("Seconds of silence of one of these processes after which all end.", ENGINE, "--rank-timeout")
     ] = 15
+    rank_start_s: Annotated[
+        int, _option("Seconds that these processes wait for each other at the start.", ENGINE, "--rank-start-timeout")
+    ] = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,11 +53,11 @@ from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.resolve import resolve_model
 
 log = logging.getLogger("forerun.parallel")
-START_LIMIT_S = 120.0  # for all ranks to come; modules of torch take seconds to import
+CONNECT_LIMIT_S = 120.0  # for ranks that have all come
 HELLO_LIMIT_S = 10.0  # for somebody who has connected to say who it is
 _LEADER, _LOOPBACK = "forerun/leader", "127.0.0.1"
 _TAIL_BYTES = 1 << 20  # of each file, that a stamp looks at
-_OF_RANKS = ("threads", "pin_threads")  # options that each rank may have of its own
+_OF_RANKS = ("threads", "pin_threads", "rank_start_s")  # options that each rank may have of its own
 
 
 class Joined:
@@ -81,7 +81,7 @@ class Joined:
             with gloo_on_loopback() if self._is_local else nullcontext():
                 dist.init_process_group(
                     "gloo", store=store, rank=self._rank, world_size=self.layout.num_ranks,
-                    timeout=timedelta(seconds=START_LIMIT_S),
+                    timeout=timedelta(seconds=CONNECT_LIMIT_S),
                 )  # fmt: skip
                 stages = range(self.layout.num_stages)
                 groups = [dist.new_group(self.layout.ranks_of(stage)) for stage in stages]
@@ -115,8 +115,8 @@ def lead(config: EngineConfig) -> tuple[LoadedModel, Kernels, Crew]:
             "(LLM.close), or make this one in a process of its own"
         )
     if place is not None and place.rank > 0:
-        follow(place.rank, _find_store(place), config)
-    store = _own_store(config.num_ranks) if place is None else _find_store(place)
+        follow(place.rank, _find_store(place, config.rank_start_s), config.rank_start_s, config)
+    store = _own_store(config.num_ranks) if place is None else _find_store(place, config.rank_start_s)
     is_local = place is None or place.is_local
     listener = socket.create_server((_LOOPBACK if is_local else "", 0))
     key, workers = secrets.token_hex(16), list[subprocess.Popen[bytes]]()
@@ -124,7 +124,7 @@ def lead(config: EngineConfig) -> tuple[LoadedModel, Kernels, Crew]:
     store.set(_LEADER, json.dumps([address, listener.getsockname()[1], key]))
     try:
         if isinstance(store, TCPStore) and place is None:
-            workers = [_start_worker(rank, config.num_ranks, store) for rank in range(1, config.num_ranks)]
+            workers = [_start_worker(rank, config, store) for rank in range(1, config.num_ranks)]
         with listener:
             links, hosts = _greet(listener, key, config, workers)
         num_here = {rank: list(hosts.values()).count(host) for rank, host in hosts.items()}
@@ -159,17 +159,20 @@ def _load(joined: Joined, crew: Crew) -> tuple[LoadedModel, Kernels, Crew]:
     return replace(loaded, model=RankedModel(part, crew, ends)), joined.kernels, crew
 
 
-def follow(rank: int, store: Store, own: EngineConfig | None) -> NoReturn:
-    """Be a follower until the leader ends, then exit. own: options this process was started with, if any."""
+def follow(rank: int, store: Store, start_s: float, own: EngineConfig | None) -> NoReturn:
+    """Be a follower until the leader ends, then exit.
+
+    start_s: how long all ranks are waited for. own: options this process was started with, if any.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader hears of it, too
     torch.set_num_threads(1)  # the kernels have threads of their own
     try:
-        store.set_timeout(timedelta(seconds=START_LIMIT_S))
+        store.set_timeout(timedelta(seconds=start_s))
         address, port, key = json.loads(store.get(_LEADER))
-        link = Link(socket.create_connection((address, port), START_LIMIT_S))
+        link = Link(socket.create_connection((address, port), CONNECT_LIMIT_S))
         about = [key, str(rank), socket.gethostname(), release(), "" if own is None else options_as_json(own)]
         link.send(Kind.HELLO, RankMessage(Kind.HELLO, (), about).encode())
-        told = link.wait_for(Kind.CONFIG, START_LIMIT_S)
+        told = link.wait_for(Kind.CONFIG, start_s)
     except (RuntimeError, OSError, LinkClosed) as error:
         raise RankLost(f"rank {rank} found no leader: {first_line(error)}") from error
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # who stops a whole group lets the leader finish what runs
@@ -192,10 +195,10 @@ def follow(rank: int, store: Store, own: EngineConfig | None) -> NoReturn:
 
 def run_worker() -> NoReturn:
     """A follower that the leader has started: it is told on standard input where the others are."""
-    rank, num_ranks, port = json.loads(sys.stdin.readline())
+    rank, num_ranks, port, start_s = json.loads(sys.stdin.readline())
     try:
-        store = TCPStore(_LOOPBACK, port, num_ranks, is_master=False, timeout=timedelta(seconds=START_LIMIT_S))
-        follow(rank, store, None)
+        store = TCPStore(_LOOPBACK, port, num_ranks, is_master=False, timeout=timedelta(seconds=start_s))
+        follow(rank, store, start_s, None)
     except (RuntimeError, RankLost) as error:  # the leader has ended meanwhile
         sys.exit(f"rank {rank} ends: {first_line(error)}")
 
@@ -220,7 +223,7 @@ def _own_store(num_ranks: int, port: int = 0) -> TCPStore:
     )
 
 
-def _find_store(place: LaunchedRank) -> Store:
+def _find_store(place: LaunchedRank, start_s: float) -> Store:
     """The store at MASTER_ADDR and MASTER_PORT. Raises ConfigError if that port is taken or nobody answers.
 
     If all ranks are on this machine nobody else reaches it, unless torchrun has begun one, which listens everywhere.
@@ -230,10 +233,10 @@ def _find_store(place: LaunchedRank) -> Store:
             return _own_store(place.num_ranks, int(place.port))
     log.warning(
         "rank %d of %d waits up to %.0f s for the others, at %s:%s",
-        place.rank, place.num_ranks, START_LIMIT_S, place.address, place.port,
+        place.rank, place.num_ranks, start_s, place.address, place.port,
     )  # fmt: skip
     try:
-        limit = timedelta(seconds=START_LIMIT_S)
+        limit = timedelta(seconds=start_s)
         store, _, _ = next(rendezvous("env://", timeout=limit))
     except (RuntimeError, OSError, ValueError) as error:
         raise ConfigError(
@@ -244,7 +247,7 @@ def _find_store(place: LaunchedRank) -> Store:
     return found
 
 
-def _start_worker(rank: int, num_ranks: int, store: TCPStore) -> subprocess.Popen[bytes]:
+def _start_worker(rank: int, config: EngineConfig, store: TCPStore) -> subprocess.Popen[bytes]:
     worker = subprocess.Popen(
         [sys.executable, "-m", "forerun.runtime.parallel"],
         stdin=subprocess.PIPE,
@@ -253,7 +256,7 @@ def _start_worker(rank: int, num_ranks: int, store: TCPStore) -> subprocess.Pope
     )
     assert worker.stdin is not None
     with suppress(BrokenPipeError):  # it has ended, which is noticed soon
-        worker.stdin.write(json.dumps([rank, num_ranks, store.port]).encode() + b"\n")
+        worker.stdin.write(json.dumps([rank, config.num_ranks, store.port, config.rank_start_s]).encode() + b"\n")
         worker.stdin.close()
     return worker
 
@@ -268,7 +271,7 @@ def _greet(
     listener: socket.socket, key: str, config: EngineConfig, workers: Sequence[subprocess.Popen[bytes]]
 ) -> tuple[dict[int, Link], dict[int, str]]:
     """Wait for all followers -> connections and hosts, by rank. Raises RankLost and ConfigError."""
-    links, hosts, until = dict[int, Link](), {0: socket.gethostname()}, time.monotonic() + START_LIMIT_S
+    links, hosts, until = dict[int, Link](), {0: socket.gethostname()}, time.monotonic() + config.rank_start_s
     listener.settimeout(0.2)
     while len(links) < config.num_ranks - 1:
         ended = [rank for rank, worker in enumerate(workers, 1) if worker.poll() is not None]
@@ -277,8 +280,8 @@ def _greet(
         if time.monotonic() > until:
             missing = [rank for rank in range(1, config.num_ranks) if rank not in links]
             raise RankLost(
-                f"rank {missing[0]} did not come within {START_LIMIT_S:g} s: start the same command with RANK "
-                f"{missing[0]}, and let it reach this machine"
+                f"rank {missing[0]} did not come within {config.rank_start_s} s: start the same command with RANK "
+                f"{missing[0]}, let it reach this machine, or raise --rank-start-timeout if it downloads"
             )
         with suppress(TimeoutError):
             link = Link(listener.accept()[0])
