@@ -118,13 +118,13 @@ def edited(llm: LLM, token_ids: Sequence[int], share: float, rng: random.Random)
 
 
 def num_wrong(predicted: Sequence[int], truth: Sequence[int]) -> int:
-    """Tokens of the truth that the prediction does not have in this order: all but the longest common subsequence."""
+    """Tokens of the longer of the two that are not in their longest common subsequence."""
     longest = [0] * (len(truth) + 1)  # of what was read of the prediction, and so many tokens of the truth
     for token in predicted:
         before = longest[:]
         for place, wanted in enumerate(truth, start=1):
             longest[place] = before[place - 1] + 1 if token == wanted else max(before[place], longest[place - 1])
-    return len(truth) - longest[-1]
+    return max(len(truth), len(predicted)) - longest[-1]
 
 
 def row_of(name: str, answers: Sequence[Mapping[str, CompletionOutput]]) -> dict[str, Any]:

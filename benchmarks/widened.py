@@ -33,6 +33,7 @@ from forerun.bench.prompts import PromptCase, read_prompts, spread
 from forerun.bench.report import NOISE, decode_gain, gain
 from forerun.bench.report import spread as interval
 from forerun.errors import ConfigError
+from forerun.weights.identity import hash_of_file
 from forerun.weights.resolve import EMBEDDED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,7 +96,8 @@ def prepare(given: argparse.Namespace) -> dict[str, Path]:
     """Write what is missing in WORK -> the widened heads by name. Raises ConfigError for heads that do not exist."""
     work: Path = given.work
     sources = head_sources(given.model, given.head)
-    work.mkdir(parents=True, exist_ok=True)
+    made = {"model": given.model, "shape": given.shape, "layers": given.layers, "heads": sources}
+    check_made(work, {**made, "prompts": hash_of_file(given.prompts), "limit": given.limit})
     plain, small = work / "bf16", work / "int4"
     layers = ("--layers", str(given.layers)) if given.layers else ()
     widen(plain, given.model, "--shape", given.shape, *layers)
@@ -108,6 +110,20 @@ def prepare(given: argparse.Namespace) -> dict[str, Path]:
     if not tokens.exists():
         write_tokens(given, tokens)
     return {name: work / name for name in sources}
+
+
+def check_made(work: Path, wanted: Mapping[str, Any]) -> None:
+    """Note what the folder is made of, prompts included: tokens are counted in answers to those that are not measured.
+
+    Raises ConfigError if it was made of something else.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    note = work / "made.json"
+    if not note.exists():
+        note.write_text(json.dumps(wanted, indent=1) + "\n", "utf-8")
+    found = json.loads(note.read_text("utf-8"))
+    if differing := [name for name, value in wanted.items() if found.get(name) != value]:
+        raise ConfigError(f"{work} was made with other {', '.join(differing)} ({note}): give another folder")
 
 
 def head_sources(model: str, asked: Sequence[str]) -> dict[str, str]:

@@ -178,7 +178,9 @@ def source_of(given: argparse.Namespace, folder: Path) -> Path:
     """The folder of the weights; random ones are written to `folder`."""
     if not given.model.endswith(".json"):
         if given.set:
-            raise ConfigError("--set changes a config.json for random weights; {given.model} has weights: leave it out")
+            raise ConfigError(
+                f"--set changes a config.json for random weights; {given.model} has weights: leave it out"
+            )
         return resolve_model(given.model)
     write_random(Path(given.model), dict(read_change(text) for text in given.set), folder)
     return folder

@@ -18,6 +18,7 @@ def test_a_share_of_the_tokens_is_changed() -> None:
     assert edits.edited(llm, truth, 0.0, random.Random(3)) == llm.tokenizer.decode(truth)
     assert 0 < edits.num_wrong(predicted, truth) <= 0.1 * len(truth)
     assert edits.num_wrong(truth, truth) == 0 and edits.num_wrong([1, 2, 9, 4], [1, 2, 3, 4, 5]) == 2
+    assert edits.num_wrong([1, 2, 9, 3, 9], [1, 2, 3]) == 2  # what was added counts
 
 
 def test_predictions_are_measured_beside_plain_decoding() -> None:

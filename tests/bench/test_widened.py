@@ -65,6 +65,14 @@ def test_a_storage_is_measured_at_each_temperature(monkeypatch: pytest.MonkeyPat
     assert [line.split(" | ")[0] for line in lines[5:7]] == ["| none", "| draft"]
 
 
+def test_a_folder_made_of_something_else_is_refused(tmp_path: Path) -> None:
+    made = {"model": "mini", "heads": {"eagle": "mini-eagle"}, "limit": 24}
+    for _ in range(2):
+        widened.check_made(tmp_path / "work", made)
+    with pytest.raises(ConfigError, match=r"made with other heads, limit .*give another folder"):
+        widened.check_made(tmp_path / "work", {**made, "heads": {"eagle": "runs/eagle"}, "limit": 100})
+
+
 def test_dflash_is_set_beside_eagle() -> None:
     figures = {"tokens_per_s": 9.0, "speedup_interval": None, "within_noise": False, "acceptance_length": 3.0,
                "identical": True}  # fmt: skip

@@ -49,6 +49,11 @@ def test_the_loss_is_the_mean_by_weight() -> None:
     torch.testing.assert_close(equal, next_token_loss(net, RunConfig())(windows))
 
 
+def test_a_batch_in_which_nothing_counts_teaches_nothing() -> None:
+    found = next_token_loss(Net(SHAPE), RunConfig(), PromptWeights(0.0, START, END, ASSISTANT))
+    assert found(torch.tensor([[START, USER, 4, 5, 6]])).item() == 0.0
+
+
 def test_the_tokens_of_the_chat_template_are_found() -> None:
     tokenizer = Tokenizer.from_file(str(resolve_model("mini") / "tokenizer.json"))
     chat = render_chat((ChatTurn("user", "What is two?"), ChatTurn("assistant", "Two.")))

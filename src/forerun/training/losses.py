@@ -68,7 +68,7 @@ def next_token_loss(net: Net, run: RunConfig, weigh: PromptWeights | None = None
             if weigh is None:
                 return F.cross_entropy(logits, targets)
             weights = weigh(windows)[:, 1:].flatten()  # [tokens]
-            return (F.cross_entropy(logits, targets, reduction="none") * weights).sum() / weights.sum()
+            return (F.cross_entropy(logits, targets, reduction="none") * weights).sum() / weights.sum().clamp(min=1e-6)
 
     return torch.compile(loss, dynamic=False) if run.compile else loss
 
