@@ -15,6 +15,7 @@ from torch.nn import functional
 from forerun.engine.engine import Engine
 from forerun.errors import CheckpointError, ModelError, UnsupportedError
 from forerun.models.heads.dflash import read_dflash
+from forerun.models.heads.lattice import Lattice
 from forerun.models.heads.source import open_head
 from tests.drafters import test_dflash
 from tests.drafters.test_dflash import BLOCK, LAYERS, SECOND, SPECULATORS, ZLAB, Layout, options, plain, requests, truth
@@ -406,6 +407,7 @@ def test_a_prefix_hit_goes_on_from_shared_rows(name: str, tmp_path: Path) -> Non
     tokens, stats = tiny.run(made, others)
     assert tokens == tiny.run(tiny.engine(heads.target(LAYERS)), others)[0]
     assert all(stat.num_cached_tokens >= 24 for stat in stats)
+    assert 29 in {len(known) for known, *_ in heard}
     assert_as_computed(spread(heard, 30), reference)
 
 
@@ -415,9 +417,25 @@ def test_rounded_weights_draft_too(name: str, tmp_path: Path) -> None:
     sizes = []
     for stored in ("stored", "int8"):
         made = tiny.engine(heads.target(LAYERS), options(folder, head_weights=stored))
-        assert tiny.run(made, requests(2))[0] == plain(2, 1.0)
+        tokens, stats = tiny.run(made, requests(2))
+        assert tokens == plain(2, 1.0)
+        assert sum(count.drafted for stat in stats for count in stat.drafters.values()) > 0
         sizes.append(made.drafter.weight_bytes)
     assert sizes[1] < sizes[0]
+
+
+def test_a_lattice_reads_the_table_of_its_head(tmp_path: Path) -> None:
+    table = Draw(5).matrix(VOCAB, HIDDEN)
+    folder = changed(tmp_path, "lilicorr", lambda tensors: tensors.update({"embed_tokens.weight": table}))
+    order = read_dflash(open_head(folder), heads.target(LAYERS), tiny.kernels()).passes.order
+    assert isinstance(order, Lattice)
+    assert torch.equal(order.embedding(torch.arange(VOCAB)), table)
+
+
+def test_projector_type_dflash_means_a_plain_head(tmp_path: Path) -> None:
+    layout = zlab(projector_type="dflash")
+    folder = heads.write(tmp_path, test_dflash.tensors_of(layout, Draw(3)), test_dflash.config_of(layout))
+    assert read_dflash(open_head(folder), heads.target(LAYERS), tiny.kernels()).passes.order is None
 
 
 def changed(tmp_path: Path, name: str, change: Callable[[dict[str, Tensor]], Any] | None, **fields: Any) -> Path:
@@ -457,6 +475,12 @@ GATED = KINDS["dspark-gated"].layout.fields["dflash_config"]
         ("lilicorr", having("lilicorr.gate.weight"), {}, UnsupportedError, "lilicorr.gate"),
         ("lilicorr", None, {"dflash_config": {**LATTICE_FIELDS, "lilicorr_num_heads": 5}}, CheckpointError, "divide"),
         ("lilicorr", None, {"dflash_config": {**LATTICE_FIELDS, "lilicorr_vector_eps": None}}, CheckpointError, "eps"),
+        ("lilicorr", None, {"dflash_config": {**LATTICE_FIELDS, "is_causal": True}}, UnsupportedError, "is_causal"),
+        ("lilicorr", None, {"causal": True}, UnsupportedError, ": causal in config.json"),
+        ("lilicorr", None, {"dflash_config": {**LATTICE_FIELDS, "lilicorr_logit_scale": 0}}, CheckpointError, "ale 0"),
+        ("lilicorr", None, {"dflash_config": {**LATTICE_FIELDS, "lilicorr_vector_eps": 0}}, CheckpointError, "eps 0"),
+        ("lilicorr", None, {"dflash_config": {**LATTICE_FIELDS, "lilicorr_vector_eps": 0.5}}, CheckpointError, " 0.5 "),
+        ("dspark-gated", None, {"dflash_config": {**GATED, "projector_type": "dflash"}}, UnsupportedError, "DSpark"),
         ("lilicorr", None, {"sample_from_anchor": True}, UnsupportedError, "sample_from_anchor"),
         ("lilicorr", None, {"hidden_size": 64}, UnsupportedError, "hidden size 64"),
     ],

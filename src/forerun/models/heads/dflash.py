@@ -29,6 +29,7 @@ from forerun.config import MAX_TREE_NODES, HeadWeights
 from forerun.errors import CheckpointError, UnsupportedError, VocabularyError
 from forerun.kernels.ops import Kernels
 from forerun.layers.attention import Attention
+from forerun.layers.embedding import Embedding
 from forerun.layers.linear import Linear
 from forerun.layers.norm import RMSNorm
 from forerun.layers.scaled import Scaled
@@ -140,7 +141,7 @@ class _DFlash:
             after_head=self._after_head(vocabulary),
         )
         fuse = DFlashFusion(fc, reader.builder.norm("hidden_norm", size))
-        pairs, order = self._selector() if self._is_second else None, self._order(vocabulary, fuse)
+        pairs, order = self._selector() if self._is_second else None, self._order(vocabulary, table, fuse)
         reader.refuse_unread(inert=INERT | self._unused())
         own = [
             fc,
@@ -289,14 +290,16 @@ class _DFlash:
         projection = self.reader.linear(f"{SELECTOR}.hidden_projection", rank, self.reader.hidden_size)
         return CandidateSelector(num, predecessors, successors, projection)
 
-    def _order(self, vocabulary: DraftVocabulary | None, fuse: DFlashFusion) -> SlotOrder | None:
+    def _order(
+        self, vocabulary: DraftVocabulary | None, table: Embedding, fuse: DFlashFusion
+    ) -> SlotOrder | None:  # fmt: skip
         """The head beside the layers, if there is one that looks at what is drafted."""
         if self._kind is None:
             return None
         if self._kind.read is not None:
             return self._kind.read(self.reader, self.fields, self._num_drafted, vocabulary)
         self._refuse_vocabulary("a lattice of candidates", self._kind.name)
-        return read_lattice(self.reader, self.fields, fuse)
+        return read_lattice(self.reader, self.fields, table, fuse)
 
     def _unused(self) -> frozenset[str]:
         """Tensors that are not needed here."""

@@ -30,6 +30,7 @@ from forerun.models.heads.reading import HeadReader
 MODULE = "lilicorr"
 NUM_FEATURES = 5  # f above
 LAYER_NORM_EPS = 1e-5  # torch's
+MAX_VECTOR_EPS = 0.5  # the published programs refuse this and more
 
 
 class Affine(NamedTuple):
@@ -91,7 +92,7 @@ class Lattice:
     scale: float
     eps: float  # of norms
     vector_eps: float  # least length of vectors
-    embedding: Embedding  # the target's
+    embedding: Embedding  # the head's own, or the target's
     fuse: Callable[[Tensor], Tensor]  # the target's states of a token -> c, see `heads.head.Fusion`
     token: Affine | None  # P; None: the identity
     hidden: Affine  # S
@@ -178,16 +179,16 @@ def _nbytes(part: Tensor | tuple[object, ...]) -> int:
     return sum(_nbytes(inner) for inner in part if isinstance(inner, Tensor | tuple))
 
 
-def read_lattice(reader: HeadReader, fields: Fields, fuse: Callable[[Tensor], Tensor]) -> Lattice:
-    """The head in a checkpoint; raises CheckpointError and UnsupportedError."""
-    return _LatticeReader(reader, fields).lattice(fuse)
+def read_lattice(reader: HeadReader, fields: Fields, embedding: Embedding, fuse: Callable[[Tensor], Tensor]) -> Lattice:
+    """The head in a checkpoint, over the table its blocks read; raises CheckpointError and UnsupportedError."""
+    return _LatticeReader(reader, fields, embedding).lattice(fuse)
 
 
 class _LatticeReader:
     """Reads one head."""
 
-    def __init__(self, reader: HeadReader, fields: Fields) -> None:
-        self._reader, self._fields = reader, fields
+    def __init__(self, reader: HeadReader, fields: Fields, embedding: Embedding) -> None:
+        self._reader, self._fields, self._embedding = reader, fields, embedding
         size = fields.integer(f"{MODULE}_hidden_size", minimum=0)  # 0: as wide as the layers below
         self._size = size or reader.hidden_size
         self._heads = fields.integer(f"{MODULE}_num_heads")
@@ -196,7 +197,18 @@ class _LatticeReader:
                 f"{reader.source.folder}: lilicorr_num_heads {self._heads} in config.json must divide "
                 f"lilicorr_hidden_size {self._size}, and lilicorr_enabled be true; copy the file again"
             )
-        embedding = reader.target.parts.embedding
+        self._scale, self._vector_eps = fields.number(f"{MODULE}_logit_scale"), fields.number(f"{MODULE}_vector_eps")
+        if not self._scale or not 0 < self._vector_eps < MAX_VECTOR_EPS:
+            raise CheckpointError(
+                f"{reader.source.folder}: lilicorr_logit_scale {self._scale:g} in config.json must not be 0, and "
+                f"lilicorr_vector_eps {self._vector_eps:g} lie between 0 and {MAX_VECTOR_EPS}; copy the file again"
+            )
+        for name in ("is_causal", "causal"):
+            if fields.flag(name):
+                raise UnsupportedError(
+                    f"{reader.source.folder}: {name} in config.json of a LiLiCorr head; supported are heads whose "
+                    "slots see their whole block"
+                )
         if embedding.scale != 1.0:
             raise UnsupportedError(
                 f"{reader.source.folder} holds a LiLiCorr head, and this target multiplies its embeddings with "
@@ -226,10 +238,10 @@ class _LatticeReader:
         )
         return Lattice(
             num_candidates=ranks,
-            scale=fields.number(f"{MODULE}_logit_scale"),
+            scale=self._scale,
             eps=self._reader.config.norm_eps,
-            vector_eps=fields.number(f"{MODULE}_vector_eps"),
-            embedding=self._reader.target.parts.embedding,
+            vector_eps=self._vector_eps,
+            embedding=self._embedding,
             fuse=fuse,
             token=None if size == wide else self._affine("token_proj", size, wide),
             hidden=self._affine("pass_hidden_proj", size, wide),

@@ -49,6 +49,7 @@ REFINER = OrderKind(
 )
 LATTICE = OrderKind("LiLiCorr", (f"{lattice.MODULE}.pass_hidden_proj.weight",), (lattice.MODULE,), None)
 KINDS = {"dspark": MARKOV, "xpress": REFINER, "lilicorr": LATTICE}  # by `projector_type` and `speculators_model_type`
+PLAIN = "dflash"  # `projector_type` of a head without any of these
 
 # how often blocks are refined, how the published programs compute it, what training needed
 FIELDS = words(
@@ -70,7 +71,8 @@ def find_kind(source: Checkpoint) -> OrderKind | None:
 def check_kind(source: Checkpoint, kind: OrderKind | None, fields: Fields) -> None:
     """Raise UnsupportedError if config.json is that of another head, or leaves open what the head computes."""
     says = fields.text("projector_type", default="") or fields.text("speculators_model_type", default="")
-    if (says in KINDS or fields.given("projector_type")) and (says not in KINDS or KINDS[says] is not kind):
+    says_kind = says in KINDS or fields.given("projector_type")
+    if says_kind and (KINDS.get(says) is not kind or says not in (*KINDS, PLAIN)):
         field = "projector_type" if fields.given("projector_type") else "speculators_model_type"
         raise UnsupportedError(
             f"{source.folder}: {field} {says!r} in config.json, and the tensors are those of "
