@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -18,6 +20,7 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.config import EngineConfig, LaunchedRank, gloo_on_loopback, launched_rank
 from forerun.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
+from forerun.models.loader import load_adapter
 from forerun.runtime.parallel import crew
 from forerun.runtime.parallel.follower import RankFollower
 from forerun.runtime.parallel.messages import Kind, RankMessage
@@ -111,6 +114,47 @@ def test_a_follower_forgets_adapters_that_it_cannot_read_or_need_not_keep(alone:
     assert list(follower._adapters) == [0]
     follower._do(RankMessage(Kind.FORGET, [0]))
     assert not follower._adapters
+
+
+def test_an_adapter_that_changes_while_it_is_read_is_refused(alone: LLM, folder: Path, tmp_path: Path) -> None:
+    """Other ranks would read other matrices than this one has."""
+    path = tmp_path / "changing"
+    shutil.copytree(folder / "a", path)
+    adapter = load_adapter("c", str(path), alone.loaded, alone.kernels)
+    assert crew.digest_of_adapter(adapter) == digest_of(path)
+    os.utime(path / "adapter_model.safetensors", ns=(1, 1))
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        crew.digest_of_adapter(adapter)
+    shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match=r"cannot read .*changing"):
+        crew.digest_of_adapter(adapter)
+
+
+def test_a_follower_whose_messages_nobody_reads_ends_with_its_leader() -> None:
+    """Its standard error is a pipe that was closed with the leader."""
+    code = (
+        "import signal, socket, sys, time\n"
+        "from forerun.runtime.parallel.follower import Inbox\n"
+        "from forerun.runtime.parallel.links import Link\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "inbox = Inbox(Link(socket.socket(fileno=int(sys.argv[1]))), 1, 60.0)\n"
+        "print('ready', flush=True)\n"
+        "inbox.next()\n"
+    )
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", code, str(theirs.fileno())]
+    with subprocess.Popen(
+        command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        theirs.close()
+        assert process.stdout.readline() == b"ready\n"
+        process.stderr.close()
+        ours.close()
+        try:
+            assert process.wait(20) == crew.EXIT_LOST
+        finally:
+            process.kill()
 
 
 def test_stopping_a_group_of_processes_is_left_to_the_leader(ranked: LLM) -> None:

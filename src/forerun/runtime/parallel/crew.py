@@ -25,7 +25,7 @@ from forerun.models.adapted import LoraAdapter
 from forerun.runtime.parallel.exchange import Exchange, checksum_of
 from forerun.runtime.parallel.links import Link, LinkClosed, Watch
 from forerun.runtime.parallel.messages import Kind, RankMessage
-from forerun.weights.identity import digest_of
+from forerun.weights.identity import digest_of, stamps_of
 
 CHECKED_EVERY = 64  # passes
 OPEN_LIMIT_S = 120.0  # for a follower to make room for an engine, or to read an adapter
@@ -144,7 +144,7 @@ class Crew:
         """
         self._num_opened += 1
         number, path = self._num_opened, Path(adapter.path).absolute()
-        self.tell(RankMessage(Kind.ADAPTER, [number], [str(path), digest_of(path)]))
+        self.tell(RankMessage(Kind.ADAPTER, [number], [str(path), digest_of_adapter(adapter)]))
         finalize(adapter, self._gone.append, RankMessage(Kind.FORGET, [number]))
         for rank, why in sorted(self.await_ready(OPEN_LIMIT_S).items()):
             if why:
@@ -257,7 +257,8 @@ class Crew:
     def _leave(self) -> None:
         """A pass that waits for a rank on another machine may not end by itself."""
         if self._is_passing:
-            print(f"error: {self.failure}", file=sys.stderr, flush=True)
+            with suppress(OSError, ValueError):  # nobody may read any more
+                print(f"error: {self.failure}", file=sys.stderr, flush=True)
             os._exit(EXIT_LOST)
 
     def close(self) -> None:
@@ -280,3 +281,15 @@ class Crew:
         self.shards.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def digest_of_adapter(adapter: LoraAdapter) -> str:
+    """A hash of its files. Raises CheckpointError if they cannot be read, or have changed since the adapter was."""
+    path = Path(adapter.path)
+    try:
+        digest, stamps = digest_of(path), stamps_of(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path} to compare it on all ranks: {error}") from error
+    if stamps != adapter.stamps:
+        raise CheckpointError(f"the adapter in {path} changed while it was read: load it again")
+    return digest

@@ -10,8 +10,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from queue import SimpleQueue
 from typing import NoReturn
 from zlib import crc32
@@ -27,12 +27,11 @@ from forerun.models.decoder import Decoder
 from forerun.models.loader import LoadedModel, load_adapter
 from forerun.models.memory import check_memory
 from forerun.models.stages import StagedDecoder
-from forerun.runtime.parallel.crew import EXIT_LOST
+from forerun.runtime.parallel.crew import EXIT_LOST, digest_of_adapter
 from forerun.runtime.parallel.exchange import Exchange
 from forerun.runtime.parallel.leader import KV_DTYPES
 from forerun.runtime.parallel.links import BEAT_S, Link, LinkClosed, Watch
 from forerun.runtime.parallel.messages import Kind, PassOrder, RankMessage, StateCall, read_commit
-from forerun.weights.identity import digest_of
 
 LEADER = 0
 
@@ -80,7 +79,8 @@ class Inbox:
 
     def leave(self) -> NoReturn:
         """End with a status that says so, whatever other threads wait for."""
-        sys.stderr.flush()
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
         os._exit(EXIT_LOST)
 
     def stop(self) -> None:
@@ -101,7 +101,8 @@ class Inbox:
 
 
 def _print(rank: int, text: str) -> None:
-    print(f"rank {rank} ends: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # nobody may read any more, and the rank has to end all the same
+        print(f"rank {rank} ends: {text}", file=sys.stderr, flush=True)
 
 
 class RankFollower:
@@ -161,10 +162,11 @@ class RankFollower:
         """Read the adapter that has these files on rank 0 -> why not, if so."""
         try:
             adapter = load_adapter("", path, self._loaded, self._kernels)
-            if digest_of(Path(path)) != digest:
+            if digest_of_adapter(adapter) != digest:
                 return [f"{path} has other files than on rank 0: copy the same folder to all"]
-        except (ForerunError, OSError) as error:
-            return [str(error).replace("\0", " ")]
+        except Exception as error:  # nothing has changed yet; the other ranks go on
+            text = str(error) if isinstance(error, ForerunError) else f"{type(error).__name__}: {error}"
+            return [text.replace("\0", " ")]
         self._adapters[number] = adapter
         return []
 
