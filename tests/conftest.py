@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import sys
@@ -28,6 +29,17 @@ os.environ["FORERUN_CACHE"] = os.devnull  # nothing can be kept there: tests do 
 MAY_BE_SKIPPED = {
     "tests/kernels/test_instruction_sets.py::test_arm_gives_the_same_bits": "ARM's compiler and qemu are Debian's",
 }
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """No garbage is looked for while a million lasting objects are made, nor later on among them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
