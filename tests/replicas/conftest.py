@@ -69,7 +69,7 @@ def fleet_client(
     asked = settings(**options)
     fleet = Fleet(replicas, described, asked, failover, reader)
     with TestClient(
-        application(fleet, RemoteFrontend(described), asked, shares_batches=True), raise_server_exceptions=False
+        application(fleet, RemoteFrontend(described), asked, deployment="tests"), raise_server_exceptions=False
     ) as client:
         yield client
 

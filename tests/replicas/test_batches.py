@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -63,7 +66,7 @@ def test_rows_take_half_of_the_seats_of_all_replicas(replicas: InProcess, tmp_pa
         service: Any = client.app.state.service  # type: ignore[attr-defined]
         assert service.num_seats == 16 * 2
         most = 0
-        made = start(client, many(40, max_tokens=100, ignore_eos=True))
+        made = start(client, many(24, max_tokens=60, ignore_eos=True))
         while client.get(f"/v1/batches/{made['id']}").json()["request_counts"]["completed"] < 8:
             most = max(most, service._num_open)
             time.sleep(0.001)
@@ -92,6 +95,124 @@ def test_one_of_several_processes_answers_and_another_one_after_it(
         assert lines(third, over["output_file_id"]) == lines(other, over["output_file_id"])
         assert [each["id"] for each in third.get("/v1/batches").json()["data"]] == [made["id"], one_begins["id"]]
     assert len(replicas.orders) < 2 * 24 + 16  # no row is answered by two, but those that the first one left
+
+
+CHILD = """
+import asyncio, json, sys
+from pathlib import Path
+from forerun.server.batch_jobs import BatchJobs
+from forerun.server.batches import BatchServer
+from forerun.server.stored_files import FileStore
+
+num_answered = 0
+
+async def app(scope, receive, send):  # answers three rows, then none
+    global num_answered
+    num_answered += 1
+    if num_answered > 3:
+        await asyncio.sleep(600)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b'{"by": "the first owner"}'})
+
+async def main(folder):
+    files = FileStore(folder / "files", 1 << 20)
+    server = BatchServer(app, lambda: True)
+    jobs = BatchJobs(folder / "batches", files, server, lambda: 2, 1 << 20, 1.0, "tests")
+    with open(sys.argv[2], "rb") as rows:
+        kept = files.add(rows, 0, "in.jsonl", "batch", "")
+    print(jobs.create("/v1/chat/completions", kept.id, None).id, flush=True)
+    await jobs.run()
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_another_process_goes_on_after_an_owner_that_was_killed(replicas: InProcess, tmp_path: Path) -> None:
+    given = write(tmp_path / "in.jsonl", many(8))
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "kept"), str(given)]
+    with ExitStack() as stack:
+        owner = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        stack.callback(owner.kill)
+        assert owner.stdout is not None
+        batch_id = owner.stdout.readline().strip()
+        state = json.loads((tmp_path / "kept" / "batches" / f"{batch_id}.json").read_text())
+        written = tmp_path / "kept" / "files" / f"{state['output_id']}.jsonl"
+        assert wait_until(lambda: written.exists() and written.read_bytes().count(b"\n") == 3, 30)
+        other = stack.enter_context(fleet_client(replicas, batch_dir=tmp_path / "kept"))
+        time.sleep(10 * batch_jobs.LOOK_S)
+        assert not ended(other.get(f"/v1/batches/{batch_id}").json()) and replicas.orders == []
+        owner.kill()
+        over = until(other, batch_id, ended)
+        assert over["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
+        answers = [json.loads(line) for line in lines(other, over["output_file_id"])]
+    assert sorted(line["custom_id"] for line in answers) == [f"c{i}" for i in range(8)]
+    assert sum("by" in line["response"]["body"] for line in answers) == 3 and len(replicas.orders) == 5
+
+
+def test_rows_wait_for_a_process_that_knows_the_new_replicas(
+    replicas: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replicas are of another model or release already, the owner is not."""
+    with fleet_client(replicas, batch_dir=tmp_path) as before:
+        for each in replicas.replicas.values():
+            monkeypatch.setattr(each, "_kind", "another")
+        made = start(before, many(6))
+        owner = before.app.state.service  # type: ignore[attr-defined]
+        assert wait_until(lambda: owner.moved._value.get() > 0 and owner._num_open == 0, 20)
+        waiting = before.get(f"/v1/batches/{made['id']}").json()
+        assert not ended(waiting) and waiting["request_counts"]["failed"] == 0
+        with fleet_client(replicas, batch_dir=tmp_path) as after:
+            over = until(before, made["id"], ended)
+            assert over["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
+            assert len(lines(after, over["output_file_id"])) == 6
+
+
+def test_an_owner_that_cannot_write_or_has_lost_the_lock_stops(
+    replicas: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next one to get the lock, here itself, goes on, and no row is answered twice."""
+    monkeypatch.setattr(batch_jobs, "TRY_AGAIN_S", 0.05)
+    monkeypatch.setattr(batch_jobs, "SAVE_S", 0.0)
+    with fleet_client(replicas, batch_dir=tmp_path) as client:
+        made = start(client, many(24, max_tokens=60, ignore_eos=True))
+        until(client, made["id"], lambda job: job["request_counts"]["completed"] > 0)
+        (tmp_path / "owner").write_text("somebody else")
+        over = until(client, made["id"], ended)
+        names = [json.loads(line)["custom_id"] for line in lines(client, over["output_file_id"])]
+        assert over["request_counts"]["completed"] == 24 and sorted(names) == sorted(f"c{i}" for i in range(24))
+    [said] = [record for record in caplog.records if record.message == "a batch waits"]
+    assert "this one had lost the lock" in said.why  # type: ignore[attr-defined]
+
+
+def test_keys_see_their_own_batches_through_every_process(replicas: InProcess, tmp_path: Path) -> None:
+    options = {"batch_dir": tmp_path, "api_keys": ("ours", "theirs")}
+    ours, theirs = ({"Authorization": f"Bearer {key}"} for key in options["api_keys"])
+    with fleet_client(replicas, **options) as one, fleet_client(replicas, **options) as other:
+        one.headers.update(ours)
+        other.headers.update(theirs)
+        own, foreign = start(one, many(3)), start(other, many(2))
+        for client, made, hidden in ((one, own, foreign), (other, foreign, own)):
+            over = until(client, made["id"], ended)
+            assert over["request_counts"]["completed"] == over["request_counts"]["total"] > 0
+            assert [each["id"] for each in client.get("/v1/batches").json()["data"]] == [made["id"]]
+            assert client.get(f"/v1/batches/{hidden['id']}").status_code == 404
+            assert client.post(f"/v1/batches/{hidden['id']}/cancel").status_code == 404
+            assert client.get(f"/v1/files/{hidden['input_file_id']}").status_code == 404
+            assert len(client.get(f"/v1/files/{over['output_file_id']}/content").content.splitlines()) > 0
+        assert other.get(f"/v1/batches/{own['id']}", headers=ours).json()["status"] == "completed"
+        assert one.get(f"/v1/batches/{foreign['id']}", headers=theirs).json()["status"] == "completed"
+
+
+def test_what_is_over_is_not_read_again(replicas: InProcess, tmp_path: Path) -> None:
+    with fleet_client(replicas, batch_dir=tmp_path) as one, fleet_client(replicas, batch_dir=tmp_path) as other:
+        made = start(one, many(2))
+        for client in (one, other):
+            until(client, made["id"], ended)
+        (tmp_path / "batches" / f"{made['id']}.json").write_text("{")
+        for client in (one, other):
+            assert client.get("/v1/batches").json()["data"][0]["status"] == "completed"
+            assert client.get(f"/v1/batches/{made['id']}").json()["status"] == "completed"
 
 
 def test_a_batch_is_cancelled_and_a_file_deleted_by_whichever_process(replicas: InProcess, tmp_path: Path) -> None:

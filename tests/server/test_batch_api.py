@@ -210,10 +210,32 @@ def test_without_a_folder_it_is_said_how_to_have_one(llm: LLM, tmp_path: Path) -
         for path in ("/v1/batches", "/v1/files"):
             answer = client.get(path)
             assert answer.status_code == 404 and "--batch-dir FOLDER" in answer.json()["error"]["message"]
-    (tmp_path / "batches").mkdir()
-    (tmp_path / "batches" / "batch_1.json").write_text("{")
+    (tmp_path / "batches").write_text("no folder")
     with pytest.raises(ConfigError, match="cannot keep batches in"):
         create_app(llm, settings(batch_dir=tmp_path))
+
+
+def test_a_damaged_file_stops_no_other_batch(llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its batch is left alone, with all that it had written."""
+    with client_of(llm, batch_dir=tmp_path) as client:
+        over, kept = (until(client, start(client, rows()[:6])["id"], ended) for _ in range(2))
+    state = tmp_path / "batches" / f"{over['id']}.json"
+    about, left = (tmp_path / "files" / f"{over['output_file_id']}{end}" for end in (".json", ".jsonl"))
+    copy, strange, unfinished = (state.with_name(f"batch_{i * 24}.json") for i in "abc")
+    copy.write_bytes(state.read_bytes())
+    strange.write_text(state.read_text().replace('"created_s": ', '"created_s": "x", "was": '))
+    unfinished.write_text(json.dumps({"id": unfinished.stem, "status": "in_progress"}))
+    state.write_text("{")
+    about.write_bytes(b"\xff")
+    with client_of(llm, batch_dir=tmp_path) as client:
+        made = start(client, rows()[:6])
+        assert until(client, made["id"], ended)["request_counts"]["completed"] == 6
+        assert [b["id"] for b in client.get("/v1/batches").json()["data"]] == [made["id"], kept["id"]]
+        for path in (state, copy, strange, unfinished):
+            answer = client.get(f"/v1/batches/{path.stem}")
+            assert answer.status_code == 500 and answer.json()["error"]["code"] == "damaged"
+        assert client.get(f"/v1/files/{left.stem}").status_code == 404 and left.exists()
+    assert [r.message for r in caplog.records].count("a batch's state cannot be read or written") == 4
 
 
 def test_what_is_no_rows_fault_fails_none(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

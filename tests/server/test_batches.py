@@ -38,6 +38,7 @@ from forerun.server.batches import (
     read_row,
     seed_of,
 )
+from forerun.server.errors import REPLICA_CHANGED, ApiError
 from tests.server.conftest import Post
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -455,6 +456,21 @@ def test_only_what_the_row_is_to_blame_for_is_an_error(
     succeeded, answer = asyncio.run(answer_row(BatchServer(app, lambda: True), row))
     assert answer["response"]["status_code"] == status and succeeded == (status == 200) and len(sent) == num_sent
     assert all(body["seed"] == seed_of(0, "a") for body in sent)  # -1 means any
+
+
+def test_a_row_that_no_replica_may_answer_is_left_for_others() -> None:
+    """While a deployment changes: it is no error of the row, however healthy the new replicas are."""
+    sent: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        sent.append((await receive())["body"])
+        body = ApiError(503, "another model now", code=REPLICA_CHANGED).body()
+        await send({"type": "http.response.start", "status": 503, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+    with pytest.raises(UnavailableError, match="another model now"):
+        asyncio.run(answer_row(BatchServer(app, lambda: True), a_row("a")))
+    assert len(sent) == 1
 
 
 def test_a_failed_engine_ends_the_job_and_keeps_what_was_answered() -> None:

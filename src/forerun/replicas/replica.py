@@ -20,7 +20,7 @@ from forerun.errors import ForerunError
 from forerun.llm import LLM
 from forerun.replicas.orders import Accepted, PromptFigures, Refusal, ReplicaOrder, group_of
 from forerun.runtime.parallel.start import release, weights_stamp
-from forerun.server.errors import ApiError, as_api_error
+from forerun.server.errors import REPLICA_CHANGED, ApiError, as_api_error
 from forerun.server.grammar_compiler import GrammarCompiler
 from forerun.server.metrics import EngineLoad
 from forerun.server.service import EngineService
@@ -71,7 +71,7 @@ class Replica:
             if order.kind not in ("", self._kind):
                 raise ApiError(
                     503, "the deployment is being changed to another model, release or device, and answers that began "
-                    "before cannot be continued exactly: send the request again", code="replica_changed",
+                    "before cannot be continued exactly: send the request again", code=REPLICA_CHANGED,
                     headers={"Retry-After": "1"},
                 )  # fmt: skip
             self._service.check_room(len(order.written))

@@ -94,16 +94,16 @@ def create_app(llm: LLM, settings: ServerSettings) -> FastAPI:
     return application(EngineService(llm, settings), llm, settings)
 
 
-def application(service: Service, llm: Frontend, settings: ServerSettings, shares_batches: bool = False) -> FastAPI:
+def application(service: Service, llm: Frontend, settings: ServerSettings, deployment: str | None = None) -> FastAPI:
     """The application that answers with `service`, which its lifespan starts and stops; `llm` prepares the requests.
 
-    `shares_batches`: other processes use the folder of batches, too, and answer with the same model.
+    `deployment`: whose processes use the folder of batches together, and answer with the same model; None: of nobody.
     """
     bound_arenas()
     context = ServerContext(llm, settings)
     large, stopping = LargeBodies(), Event()
     app = FastAPI(title="forerun", version=__version__, separate_input_output_schemas=False)
-    folder = batch_folder(app, service, settings, llm.config, stopping.is_set, shares_batches)
+    folder = batch_folder(app, service, settings, llm.config, stopping.is_set, deployment)
 
     def stop() -> None:
         """End all requests with an error, and the processes that serve them; may be called again."""

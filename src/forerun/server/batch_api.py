@@ -77,7 +77,7 @@ class BatchFolder:
 
 def batch_folder(
     app: FastAPI, service: Service, settings: ServerSettings, config: EngineConfig, stopping: Callable[[], bool],
-    shared: bool,
+    deployment: str | None,
 ) -> BatchFolder:  # fmt: skip
     """The server's files and batches. Rows wait behind other requests, however long, and take half of the seats."""
     if settings.batch_dir is None:
@@ -93,7 +93,9 @@ def batch_folder(
         defaults={"priority": MAX_PRIORITY, "timeout": LONGEST_ROW_S},
     )  # fmt: skip
     path, row_bytes = settings.batch_dir / "batches", settings.max_body_bytes
-    jobs = BatchJobs(path, files, server, lambda: max(1, service.num_seats // 2), row_bytes, settings.drain_s, shared)
+    jobs = BatchJobs(
+        path, files, server, lambda: max(1, service.num_seats // 2), row_bytes, settings.drain_s, deployment
+    )
     return BatchFolder(files, jobs)
 
 

@@ -3,8 +3,8 @@
 Knows: what OpenAI's Batch API says of a batch, how a batch goes on after a restart. Does not know: HTTP, how rows are
 answered (`batches`), files (`batch_files`, `stored_files`).
 
-One process, the owner, answers and writes the states; it holds a lock, which the system takes back when it ends. Others
-may use the folder with it: they read states, add batches, and ask for the end of one by a file beside it.
+One process, the owner (`batch_owner`), answers and writes the states. Others may use the folder with it: they read
+states, add batches, and ask for the end of one by a file beside it. An owner that cannot go on lets another one try.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from filelock import FileLock, Timeout
+from pydantic import TypeAdapter
 
 from forerun.errors import ConfigError, DataError, ResourceError
 from forerun.server.auth import TENANT
 from forerun.server.batch_files import AnswerFile, BatchInput
+from forerun.server.batch_owner import BatchOwner
 from forerun.server.batches import BatchServer, Shard, Stops, UnavailableError, answer_all, answer_row
 from forerun.server.errors import ApiError
-from forerun.server.stored_files import FileStore, new_id, read_json, write_json
+from forerun.server.stored_files import FileStore, new_id, write_json
 
 OUTPUT: Final = "batch_output"  # the purpose of what a batch writes
 WINDOW: Final = "24h"  # the one completion window of OpenAI's API; here nothing expires
@@ -37,7 +38,7 @@ TRY_AGAIN_S: Final = 30.0  # after a disk was full, or the engine failed
 SAVE_S: Final = 1.0  # between two savings of a batch's counts
 LOOK_S: Final = 1.0  # between two looks at what other processes have written
 LEFT_S: Final = 3600.0  # since bytes of no file were written, where another process may be writing them
-FAULTS: Final = (OSError, ValueError, TypeError, KeyError)  # of a folder in which something is wrong
+FAULTS: Final = (OSError, ValueError)  # of a file in which something is wrong
 _ID: Final = re.compile(r"batch_[0-9a-f]{24}")
 TIMES: Final = ("in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled")  # states with a time
 log = logging.getLogger("forerun.server")
@@ -83,6 +84,9 @@ class BatchJob:
         }  # fmt: skip
 
 
+_STATE: Final = TypeAdapter(BatchJob)
+
+
 class _Run(NamedTuple):
     """The batch that is answered."""
 
@@ -93,57 +97,77 @@ class _Run(NamedTuple):
 class BatchJobs:
     """The batches of a folder; one after the other is answered. Used by the event loop's thread alone.
 
-    Raises ConfigError for a folder it cannot use.
+    Raises ConfigError for a folder it cannot use. A batch whose state is damaged is logged and left alone.
     """
 
     def __init__(
         self, folder: Path, files: FileStore, server: BatchServer, num_at_once: Callable[[], int], max_row_bytes: int,
-        drain_s: float, shared: bool = False,
+        drain_s: float, deployment: str | None = None,
     ) -> None:  # fmt: skip
-        """`shared`: other processes use the folder, too, and answer with the same model."""
+        """`deployment`: whose processes use the folder, and answer with the same model; None: this one does, alone."""
         self._folder, self._files, self._server = folder, files, server
         self._num_at_once, self._max_row_bytes, self._drain_s = num_at_once, max_row_bytes, drain_s
-        self._shared, self._owns = shared, False
         self._jobs: dict[str, BatchJob] = {}
+        self._damaged: set[str] = set()  # ids of those whose states cannot be read
         self._running: _Run | None = None
         self._wake = asyncio.Event()
         self._closing = False
-        self._lock = FileLock(folder.with_name("in-use.lock"), thread_local=False)
         try:
+            self._owner = BatchOwner(folder.parent, deployment)
             folder.mkdir(parents=True, exist_ok=True)
-            if shared:
+            if self._owner.is_shared:
                 self._refresh()
-            else:
-                self._own()
-        except Timeout as error:
-            raise ConfigError(f"another server uses {folder.parent}: give each a --batch-dir of its own") from error
-        except FAULTS as error:
+            elif not self._own():
+                raise ConfigError(f"another server uses {folder.parent}: give each a --batch-dir of its own")
+        except OSError as error:
             raise ConfigError(f"cannot keep batches in {folder}: {error!r}; choose another folder") from error
 
     # -- the folder ---------------------------------------------------------------------------------------------
 
-    def _own(self) -> None:
-        """Become the one that answers. Raises Timeout if another process is."""
-        self._lock.acquire(blocking=False)
-        self._owns, self._jobs = True, {}
+    def _own(self) -> bool:
+        """Become the one that answers, unless it is this process already; False if another one is."""
+        if self._owner.holds:
+            if self._owner.is_still():
+                return True
+            self._pass_on()
+        if not self._owner.take():
+            return False
+        self._jobs = {}
         self._refresh()
-        written = [i for j in self._jobs.values() if j.status in OPEN for i in (j.output_id, j.errors_id)]
-        self._files.drop_unfinished(written, LEFT_S if self._shared else 0.0)
+        if not self._damaged:  # nobody knows which files their batches write
+            written = [i for j in self._jobs.values() if j.status in OPEN for i in (j.output_id, j.errors_id)]
+            self._files.drop_unfinished(written, LEFT_S if self._owner.is_shared else 0.0)
+        return True
+
+    def _pass_on(self) -> None:
+        """Something is wrong here: if others use the folder, one of them may answer."""
+        if self._owner.is_shared:
+            self._owner.let_go()
+            self._jobs = {}
 
     def _refresh(self) -> None:
         """Learn what other processes have written; of what the owner knows, it alone writes states."""
         for path in self._folder.glob("*.json"):
-            self._look(path.stem)
+            try:
+                self._look(path.stem)
+                self._damaged.discard(path.stem)
+            except FAULTS as error:
+                if path.stem not in self._damaged:
+                    log.warning(
+                        "a batch's state cannot be read or written", extra={"file": str(path), "why": repr(error)}
+                    )
+                self._damaged.add(path.stem)
 
     def _look(self, batch_id: str) -> BatchJob | None:
-        """A batch as it is now."""
-        path = self._folder / f"{batch_id}.json"
-        if not (self._owns and batch_id in self._jobs):
+        """A batch as it is now; one that is over does not change. Raises OSError or ValueError for a damaged one."""
+        path, job = self._folder / f"{batch_id}.json", self._jobs.get(batch_id)
+        if job is None or (job.status in OPEN and not self._owner.holds):
             if not path.exists():
                 return None
-            known: Mapping[str, Any] = read_json(path)
-            self._jobs[batch_id] = BatchJob(**{entry.name: known[entry.name] for entry in fields(BatchJob)})
-        job = self._jobs[batch_id]
+            job = _STATE.validate_json(path.read_bytes())
+            if job.id != batch_id:
+                raise ValueError(f"it is that of {job.id}")
+            self._jobs[batch_id] = job
         if job.status in OPEN:
             with suppress(FileNotFoundError):
                 self._cancel(job, int(path.with_suffix(".cancel").stat().st_mtime))
@@ -153,14 +177,14 @@ class BatchJobs:
         """A client asks for its end: the owner begins no further row."""
         has_begun, is_new = job.status != "validating", job.status != "cancelling"
         job.status, job.times["cancelling"] = "cancelling", asked_s
-        if not self._owns or not is_new:
+        if not is_new or not self._owner.is_still():
             return
         if self._running is not None and self._running.id == job.id:
             self._running.stops.soon.set()
         elif not has_begun:
             self._end(job, "cancelled")
             return
-        self._save(job)
+        self._keep(job)
 
     # -- what clients ask ---------------------------------------------------------------------------------------
 
@@ -182,7 +206,11 @@ class BatchJobs:
 
     def get(self, batch_id: str) -> BatchJob:
         """One batch of the request's tenant. Raises ApiError 404."""
-        job = self._look(batch_id) if _ID.fullmatch(batch_id) else None
+        try:
+            job = self._look(batch_id) if _ID.fullmatch(batch_id) else None
+        except FAULTS as error:  # whose text may have what others wrote there
+            log.warning("a batch cannot be told", extra={"batch": batch_id, "why": repr(error)})
+            raise ApiError(500, f"{batch_id} cannot be read: the server's log says why", code="damaged") from error
         if job is None or job.tenant != TENANT.get():
             raise ApiError(404, f"there is no batch {batch_id[:100]!r} here", param="batch_id", code="batch_not_found")
         return job
@@ -217,23 +245,23 @@ class BatchJobs:
                 self._wake.clear()
                 try:
                     job = self._next()
+                    goes_on = job is None or await self._try(job)
                 except FAULTS as error:
                     log.warning("batches wait", extra={"folder": str(self._folder), "why": repr(error)})
+                    job, goes_on = None, False
+                if not goes_on:
+                    self._pass_on()
                     await self._wait(TRY_AGAIN_S)
-                else:
-                    if job is None:
-                        await self._wait(LOOK_S if self._shared else None)
-                    elif not await self._try(job):
-                        await self._wait(TRY_AGAIN_S)
+                elif job is None:
+                    await self._wait(LOOK_S if self._owner.is_shared else None)
         finally:
-            self._lock.release()
+            self._owner.let_go()
 
     def _next(self) -> BatchJob | None:
         """What is to be answered here."""
-        try:
-            self._refresh() if self._owns else self._own()
-        except Timeout:
+        if not self._own():
             return None
+        self._refresh()
         return min([job for job in self._jobs.values() if job.status in OPEN], key=_age, default=None)
 
     async def _wait(self, longest_s: float | None) -> None:
@@ -242,9 +270,9 @@ class BatchJobs:
 
     async def _watch(self) -> None:
         """See which ends other processes ask for."""
-        while self._shared:
+        while self._owner.is_shared:
             await asyncio.sleep(LOOK_S)
-            with suppress(*FAULTS):
+            with suppress(OSError):
                 self._refresh()
 
     async def _try(self, job: BatchJob) -> bool:
@@ -269,8 +297,8 @@ class BatchJobs:
             log.exception("a batch failed", extra={"batch": job.id})
             job.why_failed = "the server failed while working on this batch; its log says why"
             job.enter("failed")
-            with suppress(OSError):
-                self._save(job)
+            with suppress(OSError, UnavailableError):
+                self._keep(job)
             return True
         finally:
             watching.cancel()
@@ -294,15 +322,18 @@ class BatchJobs:
         job.completed, job.failed = len(answers.ids), len(errors.ids)
         if job.status == "validating":
             job.enter("in_progress")
-        self._save(job)
+        self._keep(job)
         saved_s = time.monotonic()
 
         def write(succeeded: bool, answer: dict[str, Any]) -> None:
             nonlocal saved_s
+            is_due = time.monotonic() - saved_s > SAVE_S
+            if is_due:  # before a line is added to files that another process may be writing
+                self._check_owner()
             (answers if succeeded else errors).write(answer)
             job.completed, job.failed = job.completed + succeeded, job.failed + (not succeeded)
-            if time.monotonic() - saved_s > SAVE_S:
-                self._save(job)
+            if is_due:
+                self._keep(job)
                 saved_s = time.monotonic()
 
         with closing(answers), closing(errors):
@@ -324,13 +355,23 @@ class BatchJobs:
 
     def _end(self, job: BatchJob, status: str) -> None:
         """Show what was written, and close the batch."""
+        self._check_owner()
         for file_id, name in ((job.output_id, "output"), (job.errors_id, "errors")):
             if self._files.path(file_id).exists():
                 self._files.adopt(file_id, f"{job.id}_{name}.jsonl", OUTPUT, job.tenant)
                 job.written = [*{*job.written, file_id}]
         job.enter(status)
-        self._save(job)
+        self._keep(job)
         (self._folder / f"{job.id}.cancel").unlink(missing_ok=True)
+
+    def _check_owner(self) -> None:
+        if not self._owner.is_still():
+            raise UnavailableError("another process answers batches now: this one had lost the lock")
+
+    def _keep(self, job: BatchJob) -> None:
+        """Write the state of the batch that is answered. Raises UnavailableError if another process answers it now."""
+        self._check_owner()
+        self._save(job)
 
     def _save(self, job: BatchJob) -> None:
         write_json(self._folder / f"{job.id}.json", asdict(job))

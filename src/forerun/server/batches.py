@@ -21,6 +21,8 @@ from typing import Any, Final, NamedTuple
 
 from starlette.types import ASGIApp, Message, Scope
 
+from forerun.server.errors import REPLICA_CHANGED
+
 URLS: Final = ("/v1/chat/completions", "/v1/completions")
 FIELDS: Final = ("custom_id", "method", "url", "body")
 Answered = tuple[bool, dict[str, Any]]  # whether a row succeeded, and its line in the file of answers or of errors
@@ -156,7 +158,7 @@ def seed_of(seed: int, custom_id: str) -> int:
 
 
 class UnavailableError(Exception):
-    """The engine has failed or stops: no further row will be answered."""
+    """The engine has failed, stops, or is another one now: no further row will be answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ async def answer_row(server: BatchServer, row: BatchRow) -> Answered:
     while True:
         status, text = await _post(server.app, row.url, sent)
         answer = json.loads(text)
-        if status in PASSING and not server.healthy():
+        if status in PASSING and (not server.healthy() or answer["error"].get("code") == REPLICA_CHANGED):
             raise UnavailableError(answer["error"]["message"])
         if status != BUSY and (status not in PASSING or num_tries == MAX_TRIES):
             break

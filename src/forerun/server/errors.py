@@ -33,6 +33,7 @@ TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permis
 ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
                    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
                    504: "timeout_error"}  # fmt: skip
+REPLICA_CHANGED = "replica_changed"  # code: the process that asks belongs to another model or release than the replicas
 MAX_SHOWN = 200  # characters of a value shown in a message
 MAX_ERRORS = 100  # of a body; pydantic collects all before it gives the first
 

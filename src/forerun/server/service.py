@@ -306,10 +306,10 @@ class EngineService:
         self._step_began = perf_counter()
         try:
             changed = self.llm.step()
+            if self.settings.prefill_only and self._lower is not None:  # part of the step: a folder may hang
+                self._lower.hand_over([sample.request for group in changed for sample in group.samples])
         finally:
             self._step_began = None
-        if self.settings.prefill_only and self._lower is not None:
-            self._lower.flush()
         self._undelivered = partial(self._deliver, changed)
         engine, failed = self.llm.engine, any(s.request.error is not None for group in changed for s in group.samples)
         if engine.meanwhile is None or not engine.has_work or failed:  # failed ones must be aborted now, between steps

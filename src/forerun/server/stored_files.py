@@ -7,6 +7,7 @@ is in a file, HTTP.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,12 +20,15 @@ from threading import Lock
 from typing import Any, BinaryIO, Final
 from uuid import uuid4
 
+from pydantic import TypeAdapter
+
 from forerun.errors import ConfigError
 from forerun.server.errors import ApiError
 
 PURPOSES: Final = ("batch",)  # of uploads; what a batch writes has "batch_output"
 MAX_NAME: Final = 255  # characters of a file's name that are kept
 MAX_PAGE: Final = 10_000  # entries of a list
+log = logging.getLogger("forerun.server")
 _ID: Final = re.compile(r"file-[0-9a-f]{24}")
 
 
@@ -45,27 +49,28 @@ class StoredFile:
         return {**told, "object": "file", "status": "processed"}
 
 
+_ABOUT: Final = TypeAdapter(StoredFile)
+
+
 class FileStore:
     """Files in a folder, at most `max_bytes` of uploads. Thread-safe. Raises ConfigError for a folder it cannot use."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
         self._files: dict[str, StoredFile] = {}
+        self._damaged: set[str] = set()  # ids of those of which nothing can be read
         self._coming = 0  # bytes that are being copied
         self._lock = Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for path in sorted(folder.glob("*.json")):
-                found = StoredFile(**read_json(path))
-                if self.path(found.id).exists():
-                    self._files[found.id] = found
-        except (OSError, ValueError, TypeError) as error:
+            self._refresh()
+        except OSError as error:
             raise ConfigError(f"cannot keep files in {folder}: {error}; choose another folder") from error
 
     def drop_unfinished(self, kept: Collection[str], age_s: float) -> None:
         """Delete what a process that was killed left: bytes of no file, that old, but those with the ids `kept`."""
         self._refresh()
-        known, until_s = {*self._files, *kept}, time.time() - age_s
+        known, until_s = {*self._files, *self._damaged, *kept}, time.time() - age_s
         for path in (*self._folder.glob("*.jsonl"), *self._folder.glob("*.new")):
             if path.suffix == ".new" or path.stem not in known:
                 with suppress(FileNotFoundError):  # another process has finished or deleted it
@@ -79,13 +84,22 @@ class FileStore:
             self._look(file_id)
 
     def _look(self, file_id: str) -> StoredFile | None:
-        """What is known of a file now."""
+        """What is known of a file now; a damaged one is logged, and counts as missing."""
         about = self._folder / f"{file_id}.json"
         if not _ID.fullmatch(file_id) or not about.exists() or not self.path(file_id).exists():
             self._files.pop(file_id, None)
         elif file_id not in self._files:
-            with suppress(FileNotFoundError):
-                self._files[file_id] = StoredFile(**read_json(about))
+            try:
+                self._files[file_id] = _ABOUT.validate_json(about.read_bytes())
+                self._damaged.discard(file_id)
+            except FileNotFoundError:
+                pass
+            except (OSError, ValueError) as error:
+                if file_id not in self._damaged:
+                    log.warning(
+                        "what is known of a file cannot be read", extra={"file": str(about), "why": repr(error)}
+                    )
+                self._damaged.add(file_id)
         return self._files.get(file_id)
 
     @property
@@ -155,11 +169,6 @@ class FileStore:
 def new_id(prefix: str) -> str:
     """A random id."""
     return prefix + uuid4().hex[:24]
-
-
-def read_json(path: Path) -> Any:
-    """What `write_json` wrote."""
-    return json.loads(path.read_text("utf-8"))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
