@@ -6,15 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 
 import pytest
 from fastapi.testclient import TestClient
 
+from forerun.cache.disk import DiskTier
 from forerun.core import SamplingParams
 from forerun.replicas import fleet as fleets
+from forerun.replicas import prefill
 from forerun.replicas.fleet import Fleet, RemoteFrontend
-from forerun.replicas.orders import Accepted, Refusal
+from forerun.replicas.orders import Accepted, Ordered, Refusal
 from forerun.replicas.prefill import PromptReader
 from forerun.replicas.replica import Replica
 from tests.replicas.conftest import InProcess, fleet_client
@@ -181,6 +184,74 @@ def test_whatever_reading_comes_to_the_prompt_is_answered(
     with apart.client(wait_s=0.1) as client:
         assert choices(client, given) == choices(alone, given)
         assert outcomes(client) == {outcome: 1}
+
+
+def test_a_prompt_that_the_folder_did_not_take_is_not_stored(
+    apart: Apart, alone: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk, from some block on."""
+    num_left, put = iter(range(2)), DiskTier.put
+    monkeypatch.setattr(DiskTier, "put", lambda *given: next(num_left, None) is not None and put(*given))
+    given = asked(prompt=f"No room. {LONG}")
+    with apart.client() as client:
+        assert choices(client, given) == choices(alone, given)
+        assert outcomes(client) == {"failed": 1}
+    assert len(apart.reading.orders) == 1
+
+
+def test_prefill_replicas_that_do_not_manage_rest(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every request would wait for them, as where their folder hangs."""
+    now_s, read = 1000.0, apart.reading.replicas["p0"].run
+    monkeypatch.setattr(prefill, "perf_counter", lambda: now_s)
+
+    def num_sent(client: TestClient, name: str, **fields: Any) -> int:
+        before = len(apart.reading.orders)
+        client.post(TEXT, json=asked(prompt=f"{name} {LONG}", max_tokens=2, **fields))
+        return len(apart.reading.orders) - before
+
+    with apart.client(wait_s=0.1) as client:
+        monkeypatch.setattr(apart.reading.replicas["p0"], "run", _silent)
+        assert [num_sent(client, f"Rest {i}.", timeout=0.05) for i in range(4)] == [1] * 4  # nobody could know
+        assert [num_sent(client, f"Rest {i}.") for i in range(4, 9)] == [1, 1, 1, 0, 0]
+        now_s += prefill.REST_S
+        assert [num_sent(client, f"Rest {i}.") for i in range(9, 11)] == [1, 0]  # tried again
+    with apart.client() as client:
+        for name in ("a", "b"):  # what is stored in between ends the row
+            monkeypatch.setattr(apart.reading.replicas["p0"], "run", _broken)
+            assert [num_sent(client, f"Row {name} {i}.") for i in range(2)] == [1, 1]
+            monkeypatch.setattr(apart.reading.replicas["p0"], "run", read)
+            assert num_sent(client, f"Row {name}, good.") == 1
+        assert outcomes(client) == {"failed": 4, "stored": 2}
+
+
+def test_a_folder_that_hangs_is_a_step_that_does_not_end(both: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the replica is found unhealthy."""
+    replica, hangs, free, put = both.reading.replicas["p0"], Event(), Event(), DiskTier.put
+
+    def hanging(*given: Any) -> bool:
+        hangs.set()
+        return free.wait(60) and put(*given)
+
+    monkeypatch.setattr(DiskTier, "put", hanging)
+    order = Ordered(RemoteFrontend(replica.describe()).prepare(f"Hangs. {LONG}", SamplingParams()), False).order((), "")
+
+    async def reading() -> list[Any]:
+        task = asyncio.create_task(_all(replica.run(order)))
+        try:
+            assert await asyncio.to_thread(hangs.wait, 30)
+            await asyncio.sleep(0.5)  # more than the step needs
+            with pytest.raises(RuntimeError, match="has not ended"):
+                replica.check(0.4)
+        finally:
+            free.set()
+        return await task
+
+    assert asyncio.run(reading())[0] == Accepted("p0")
+    replica.check(0.4)
+
+
+async def _all(said: AsyncIterator[Any]) -> list[Any]:
+    return [each async for each in said]
 
 
 def test_a_deadline_leaves_time_for_the_answer(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:

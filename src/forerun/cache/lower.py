@@ -30,8 +30,11 @@ class LowerTiers(Protocol):
     def save_state(self, node: Node) -> None:
         """Begin to store the recurrent state after this block."""
 
-    def flush(self) -> None:
-        """Return when all that was given to `save` is stored, or has failed to be."""
+    def hand_over(self, requests: Sequence[Request]) -> None:
+        """Return when all that was given to `save` is stored, or has failed to be.
+
+        Those of the requests that have ended, but with blocks of their prompts in no tier, get an error.
+        """
 
     def is_reading(self, request: Request) -> bool:
         """Whether blocks of this waiting request are being read."""

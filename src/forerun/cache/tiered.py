@@ -21,6 +21,7 @@ from forerun.cache.lower import chained
 from forerun.cache.prefix_cache import Node, PrefixCache
 from forerun.cache.spill import Loaded, RecordName, Spill, state_key
 from forerun.core import Request
+from forerun.errors import ResourceError
 
 MAX_READINGS: Final = 8  # at a time
 LONGEST_WAIT_S: Final = 10.0  # for a reading, of a request that could be computed instead
@@ -73,12 +74,32 @@ class TieredPrefixes:
         self._cache, self._pool = cache, pool
         self._readings: dict[bytes, _Fetch] = {}  # by the key of their first record
         self._asked: OrderedDict[tuple[float, int], _Asked] = OrderedDict()  # by request, of which none have one turn
-        self.save, self.save_state, self.flush = spill.save, spill.save_state, spill.flush
+        self.save, self.save_state = spill.save, spill.save_state
         self.computed = spill.computed
 
     def counts(self) -> dict[str, dict[str, int]]:
         """See `LowerTiers`."""
         return {tier.name: asdict(tier.stats) for tier in self.spill.tiers}
+
+    def hand_over(self, requests: Sequence[Request]) -> None:
+        """See `LowerTiers`."""
+        self.spill.flush()
+        for request in requests:
+            if request.finish_reason is not None and request.error is None and not self._has_prompt(request):
+                request.error = ResourceError(
+                    "the prompt was computed, but no tier of KV took all of its blocks: the disk may be full, or its "
+                    "bound (kv_disk_gib) too low"
+                )
+
+    def _has_prompt(self, request: Request) -> bool:
+        """Whether tiers have what others could load of the prompt."""
+        key = self._cache.top_of(request.adapter, request.cache_salt).key
+        num_blocks = self._cache.last_end(request) // self._cache.block_size
+        for tokens in self._cache.full_blocks(request.prompt_token_ids, num_blocks):
+            key = chained(key, tokens)
+            if not self.spill.has(key):
+                return False
+        return self._cache.states is None or not num_blocks or self.spill.has(state_key(key))
 
     def is_reading(self, request: Request) -> bool:
         """See `LowerTiers`."""

@@ -1,7 +1,8 @@
 """Long prompts, read by replicas of their own before another one answers.
 
-Knows: which prompts are worth the way, how long to wait. Does not know: Ray, who answers, how blocks are stored: a
-replica that reads a prompt ends its order when the prompt's blocks are in the folder from which the others load them.
+Knows: which prompts are worth the way, how long to wait, when to try no more for a while. Does not know: Ray, who
+answers, how blocks are stored: a replica that reads a prompt ends its order when the prompt's blocks are in the folder
+from which the others load them, and refuses it at the end if they are not.
 Whatever happens here, the replica that answers computes what it does not find, so that the answer is the same.
 """
 
@@ -11,6 +12,8 @@ import asyncio
 import logging
 from contextlib import aclosing
 from dataclasses import replace
+from math import inf
+from time import perf_counter
 from typing import Final
 
 from prometheus_client import Counter
@@ -24,6 +27,8 @@ ANYBODY: Final = ""  # has a prompt: whoever computed it, the others load it
 TIME_SHARE: Final = (
     0.5  # of what is left until the deadline: then there is time to read the prompt where it is answered
 )
+MAX_BAD: Final = 3  # prompts in a row that were late or failed; then none is sent for a while
+REST_S: Final = 60.0
 ONE_TOKEN: Final = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
 
 log = logging.getLogger("forerun.server")
@@ -36,6 +41,7 @@ class PromptReader:
         self.replicas = replicas
         self._min_tokens, self._wait_s = min_tokens, wait_s
         self._known = PrefixRouting()
+        self._num_bad, self._rests_until_s = 0, -inf  # on the clock of `perf_counter`
         self.prompts = Counter(
             "forerun_prefilled_prompts",
             "Prompts sent to prefill replicas: stored, late (answered without waiting longer) or failed.",
@@ -52,11 +58,13 @@ class PromptReader:
 
         `kind`: of the replicas that answer; `left_s`: until the request's deadline.
         """
-        if self._num_new(ordered) < self._min_tokens or not any(x.healthy for x in self.replicas.loads().values()):
+        if perf_counter() < self._rests_until_s or self._num_new(ordered) < self._min_tokens:
             return
-        outcome, why = "failed", ""
+        if not any(load.healthy for load in self.replicas.loads().values()):
+            return
+        outcome, why, longest_s = "failed", "", min(self._wait_s, TIME_SHARE * left_s)
         try:
-            async with asyncio.timeout(min(self._wait_s, TIME_SHARE * left_s)):
+            async with asyncio.timeout(longest_s):
                 await self._run(_reading(ordered, kind))
             outcome = "stored"
         except TimeoutError:
@@ -69,9 +77,18 @@ class PromptReader:
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
         self.prompts.labels(outcome).inc()
+        if outcome != "late" or longest_s == self._wait_s:  # a short deadline says nothing of them
+            self._judge(outcome == "stored")
         if why:
             told = {"request": ordered.group.request_id, "why": why}
             log.warning("a prompt was not read in advance: the replica that answers does it", extra=told)
+
+    def _judge(self, was_good: bool) -> None:
+        """Send no prompts for a while after several for which nobody gained anything."""
+        self._num_bad = 0 if was_good else self._num_bad + 1
+        if self._num_bad >= MAX_BAD:
+            self._rests_until_s = perf_counter() + REST_S
+            log.warning("prompts are not read in advance for %.0f s: %d in a row were not", REST_S, self._num_bad)
 
     def _num_new(self, ordered: Ordered) -> int:
         """Tokens of the prompt that a prefill replica could spare the one that answers."""
