@@ -75,9 +75,11 @@ def test_batches_need_the_shared_folder(tmp_path: Path) -> None:
     assert read_deployment(tmp_path / "deploy.yaml").settings().batch_dir == Path("/shared/batches")
 
 
-@pytest.mark.parametrize(("prefill", "more"), [({"replicas": 2}, 2), ({"min_tokens": 99}, 1)])
+@pytest.mark.parametrize(
+    ("prefill", "more"), [({"replicas": 2}, 2), ({"resources": {"num_cpus": 6, "num_gpus": 1}}, 1)]
+)
 def test_replicas_that_read_prompts_have_pods_and_the_shared_folder(
-    prefill: dict[str, int], more: int, tmp_path: Path
+    prefill: dict[str, Any], more: int, tmp_path: Path
 ) -> None:
     config = {"engine": {"kv_disk": "/shared/kv", "kv_disk_gib": 50}, "prefill": prefill}
     values = {**RAY_SCALED, "ray": {"version": "2.60.0", "sharedClaim": "many", "config": config}}
@@ -110,6 +112,21 @@ def test_replicas_that_read_prompts_have_pods_and_the_shared_folder(
         ({**RAY, "podDisruptionBudget": {"maxUnavailable": 2}}, "podDisruptionBudget is for kind: server"),
         ({**RAY, "ray": {"version": "2.60.0", "config": {"model": "other"}}}, "ray.config.model is made of"),
         ({**RAY, "ray": {"version": "2.60.0", "config": {"prefill": {}}}}, "needs ray.sharedClaim"),
+        *[
+            (
+                {
+                    **RAY,
+                    "ray": {"version": "2.60.0", "sharedClaim": "many", "config": {"prefill": {"resources": each}}},
+                },
+                "prefill.resources must be left out",
+            )
+            for each in (
+                {"num_cpus": 4, "num_gpus": 1},
+                {"num_cpus": 6},
+                {"num_gpus": 1},
+                {"num_cpus": 6, "num_gpus": 1, "threads": 2},
+            )
+        ],
     ],
 )
 def test_values_that_contradict_each_other_are_refused(values: dict[str, Any], words: str) -> None:
