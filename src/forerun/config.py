@@ -154,12 +154,11 @@ class EngineConfig:
         for name in ("kv_disk", "kv_host_gib", "kv_events"):
             if getattr(self, name) is not None and not self.prefix_caching:
                 raise ConfigError(f"{name} keeps or tells prefixes, but prefix_caching is off: turn it on")
-        for name in ("kv_disk", "kv_host_gib"):
-            if getattr(self, name) is not None and self.num_ranks > 1:
-                raise ConfigError(
-                    f"{name} was given, but {self.num_ranks} ranks compute the model and each has a part of every "
-                    f"block, which tiers do not know: leave {name} out, or use one rank"
-                )
+        if self.kv_host_gib is not None and self.num_ranks > 1:
+            raise ConfigError(
+                f"kv_host_gib keeps prefixes that a GPU has no room for, but {self.num_ranks} ranks compute the model, "
+                "which run on CPUs, with the KV cache in host memory: leave it out, and raise kv_cache_bytes"
+            )
         for name in ("kv_disk", "kv_events", "kv_events_replay"):
             given = getattr(self, name)
             if given is not None and (not isinstance(given, str) or not given.strip()):

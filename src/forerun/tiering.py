@@ -1,11 +1,11 @@
 """Gives an engine's prefix cache its slower tiers and its listener, and says what their keys stand for.
 
-Knows: everything the bits of a block depend on. Does not know: how blocks are copied, stored or found.
+Knows: what engine and drafters add to what the bits of a block depend on (`block_identity`). Does not know: how blocks
+are copied, stored or found.
 
-A key is a chain of hashes over tokens that begins at the *identity*: a hash of the weights' bytes, of forerun's own
-code and the libraries that compute, of the kernels as far as they round differently (all instruction sets of CPUs give
-the same bits, but for AMX: decisions 0009 and 0014), of the shapes and types of all tensors in the pool, and of the
-drafters that keep anything there; then of the adapter's bytes and the salt.
+A key is a chain of hashes over tokens that begins at the *identity*: a hash of what the model's part in this process
+says of itself, and in each other rank; of how it was loaded, and of the drafters that keep anything in the pool; then
+of the adapter's bytes and the salt.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-import torch
-
-import forerun
+from forerun.block_identity import about_part
 from forerun.cache.disk import DiskTier, check_folder
 from forerun.cache.events import KVEvents, check_installed
 from forerun.cache.spill import Spill
@@ -37,13 +32,12 @@ from forerun.engine.engine import Engine
 from forerun.errors import ConfigError
 from forerun.kernels.ops import Kernels
 from forerun.models.base import Model, SharesPasses
-from forerun.models.decoder import Decoder
 from forerun.models.loader import LoadedModel
-from forerun.weights.identity import code_digest, digest_of, stamps_of
+from forerun.runtime.parallel.leader import RankedModel
+from forerun.weights.identity import digest_of, stamps_of
 from forerun.weights.resolve import resolve_model
 
 LEAST_BLOCKS: Final = 16  # that a tier has room for
-FORMAT: Final = 1  # of what is in a record
 
 
 def check_tiers(config: EngineConfig) -> None:
@@ -80,18 +74,21 @@ def attach_tiers(
             f"{asked[0]} was given, but {config.model} runs through transformers row by row, with a cache of its own: "
             f"leave {asked[0]} out"
         )
-    if isinstance(model, SharesPasses) and model.exchanges and asked != ["kv_events"]:
+    is_shared = isinstance(model, SharesPasses) and model.exchanges and not isinstance(model, RankedModel)
+    if is_shared and asked != ["kv_events"]:
         raise ConfigError(
-            f"{asked[0]} was given, but several ranks compute {config.model} and each has a part of every block, which "
-            f"tiers do not know: leave {asked[0]} out, or use one rank"
+            f"{asked[0]} was given, but several ranks compute {config.model} and this one does not tell the others "
+            f"which blocks to store: open it with LLM(..., tensor_parallel=...), or leave {asked[0]} out"
         )
     if config.kv_disk is None and config.kv_host_gib is None:
         cache.names = _names_alone
     else:
         about = _about(config, engine, model, kernels, folder)
-        spill = Spill(_tiers(config, kernels, about), engine.kv_cache, states, engine.boundaries)
-        _check_room(config, spill)
-        cache.names = _names(hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest())
+        identity = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
+        given = _tiers(config, kernels, about), engine.kv_cache, states, engine.boundaries
+        spill = model.spill(*given, identity) if isinstance(model, RankedModel) else Spill(*given)
+        _check_room(config, spill, _num_sharing(model))
+        cache.names = _names(identity)
         cache.lower = TieredPrefixes(cache, pool, spill)
     if config.kv_events is not None:
         cache.listener = KVEvents(config.kv_events, config.kv_events_replay, config.kv_events_topic)
@@ -111,8 +108,13 @@ def _tiers(config: EngineConfig, kernels: Kernels, about: dict[str, str]) -> lis
     return tiers
 
 
-def _check_room(config: EngineConfig, spill: Spill) -> None:
-    least = LEAST_BLOCKS * (spill.block_bytes + 4096) + 2 * spill.state_bytes
+def _num_sharing(model: Model) -> int:
+    """Ranks that write into folders of this machine."""
+    return model.crew.num_here if isinstance(model, RankedModel) else 1
+
+
+def _check_room(config: EngineConfig, spill: Spill, num_ranks: int) -> None:
+    least = num_ranks * (LEAST_BLOCKS * (spill.block_bytes + 4096) + 2 * spill.state_bytes)
     for tier in spill.tiers:
         if tier.max_bytes < least:
             raise ConfigError(
@@ -129,59 +131,13 @@ def _about(config: EngineConfig, engine: Engine, model: Model, kernels: Kernels,
         raise ConfigError(
             "kv_disk and kv_host_gib need a model that was read from files, by which its blocks are named"
         )
-    tensors = [
-        f"{tensor.dtype} {tuple(tensor.shape[1:])}"
-        for layer in engine.kv_cache.layers
-        for tensor in (layer.keys, layer.values)
-    ]
+    part = model.part if isinstance(model, RankedModel) else model
     return {
-        "format": str(FORMAT),
-        "weights": digest_of(folder),
-        "code": _own_code(),
-        "libraries": f"torch {torch.__version__}, transformers {_version('transformers')}, triton {_version('triton')}",
-        "kernels": _rounding_of(kernels, model),
+        **about_part(part, kernels, folder, engine.kv_cache),
+        **(model.about_ranks() if isinstance(model, RankedModel) else {}),
         "loaded": f"{config.dtype}, {config.implementation}, {model.max_position} positions",
-        "blocks": f"{engine.kv_cache.block_size} tokens of {', '.join(tensors)}",
         "drafters": _drafters(config.drafter, engine),
     }
-
-
-@cache
-def _own_code() -> str:
-    return code_digest(Path(forerun.__file__).parent)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
-
-
-def _rounding_of(kernels: Kernels, model: Model) -> str:
-    """Equal for kernels that give the same bits."""
-    if not kernels.name.startswith("cpu-"):
-        own = f"{kernels.name}, {kernels.reason}{_torch_here() if kernels.device.type == 'cpu' else ''}"
-    else:
-        own = "cpu with AMX" if "amx" in kernels.name else "cpu"
-    by_torch = "" if isinstance(model, Decoder) else _torch_here()
-    return f"{own}{', activations in float32' * kernels.float_activations}{by_torch}"
-
-
-def _torch_here() -> str:
-    """Of what torch computes on a CPU: its libraries choose by the processor, and divide sums among threads."""
-    return f", torch on {torch.backends.cpu.get_cpu_capability()}, {_processor()}, {torch.get_num_threads()} threads"
-
-
-def _processor() -> str:
-    """The fields that tell one model of a processor from another."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").partition("\n\n")[0].splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU implementer", "CPU part", "Features")
-    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return hashlib.sha256(json.dumps([found.get(name) for name in names]).encode()).hexdigest()[:16]
 
 
 def _drafters(options: DrafterConfig, engine: Engine) -> str:

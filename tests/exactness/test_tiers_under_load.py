@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from forerun import LLM, SamplingParams, tiering
+from forerun import LLM, SamplingParams, block_identity
 from forerun.assemble import assemble
-from forerun.cache.spill import state_key
+from forerun.cache.spill import RecordName, state_key
 from forerun.engine.engine import Engine
 from forerun.errors import ConfigError
 from tests.exactness.test_tiers import PREFIX, asked, cached, engine, nodes, tiers
@@ -73,6 +73,24 @@ def test_a_waiting_request_looks_for_files_now_and_then(
     assert not lower.is_reading(other) and len(looks) == 2, "there is no room for what it would find"
 
 
+def test_a_folder_that_does_not_answer_has_nothing(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [wanted] = asked(1, lengths=(30,))
+    truth = harness.run(first := engine(checkpoint, tmp_path), [harness.fresh(wanted)])
+    tiers(first).spill.flush()
+    release, made, begun = Event(), engine(checkpoint, tmp_path), perf_counter()
+    spill, name = tiers(made).spill, RecordName(next(nodes(first)).key, 0, ())
+    with monkeypatch.context() as patched:
+        patched.setattr("forerun.cache.spill.ASK_LIMIT_S", 0.05)
+        patched.setattr(spill, "has", lambda key: release.wait(60))
+        assert harness.run(made, [again := harness.fresh(wanted)]) == truth and cached([again]) == [0]
+        assert spill.leading([name]) == [] and spill.first([name]) is None
+        assert perf_counter() - begun < 30, "somebody waited until it answered"
+        release.set()
+    assert spill._asking is not None and spill._asking.result(20) and spill.leading([name]) == [name]
+
+
 def test_reading_is_doubted_once_a_request(checkpoint: Path, tmp_path: Path) -> None:
     [wanted] = asked(1, lengths=(30,))
     harness.run(first := engine(checkpoint, tmp_path), [harness.fresh(wanted)])
@@ -109,17 +127,17 @@ def test_weights_that_change_while_they_are_read_are_refused(
 
 def test_what_torch_computes_on_a_cpu_is_named_by_all_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     reference, model = factory.make_kernels("reference"), tiny.target(2)
-    names = {tiering._rounding_of(reference, model)}
+    names = {block_identity.rounding_of(reference, model)}
     places: dict[str, object] = {
         "torch.get_num_threads": lambda: 99,
         "torch.backends.cpu.get_cpu_capability": lambda: "OTHER",
-        "forerun.tiering._processor": lambda: "other",
+        "forerun.block_identity._processor": lambda: "other",
     }
     for place, other in places.items():
         with monkeypatch.context() as patched:
             patched.setattr(place, other)
-            names.add(tiering._rounding_of(reference, model))
-    assert len(names) == 4 and tiering._processor()
+            names.add(block_identity.rounding_of(reference, model))
+    assert len(names) == 4 and block_identity._processor()
 
 
 def test_a_state_that_the_disk_lost_is_written_again(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class DiskTier:
         self, folder: Path, max_bytes: int, about: Mapping[str, str], clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`about`: what the keys hold for, for people to read. Raises ConfigError for a folder that cannot be used."""
-        self.max_bytes = max_bytes
+        self.folder, self.max_bytes = folder, max_bytes
         self.stats = TierStats()
         self._top, self._clock = check_folder(folder), clock
         name = hashlib.sha256(json.dumps(dict(about), sort_keys=True).encode()).hexdigest()[:16]

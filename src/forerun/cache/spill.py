@@ -6,7 +6,7 @@ says so), files.
 
 A full block does not change, so it is copied out of the pool in the step that filled it and written later by a thread.
 If more than MAX_UNWRITTEN bytes wait, blocks are left for another time. Reading is done by a second thread. Only the
-copy into the pool happens between steps.
+copy into the pool happens between steps. What tiers have a third one asks, which is waited for, but not for long.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from threading import Lock
 from time import perf_counter
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -33,10 +34,12 @@ from forerun.kernels.device import to_device
 
 MAX_UNWRITTEN: Final = 512 << 20  # bytes copied out that wait for a thread to write them
 TOUCH_S: Final = 60.0  # between two notes that a block in the pool was used
+ASK_LIMIT_S: Final = 2.0  # for a folder to say what it has: one that hangs has nothing
 _RECENT = 0.25  # weight of a new measurement
 _FORGETS = 0.98  # what a judgement against reading leaves of the time reading is taken to need: it is tried again
 _LEAST_TOKENS = 64  # of a prompt whose time counts
 
+T = TypeVar("T")
 log = logging.getLogger("forerun.cache")
 
 
@@ -47,6 +50,12 @@ class Loaded(NamedTuple):
     rows: Sequence[Tensor]  # by tensor of the pool: [blocks, bytes] uint8
     boundaries: Sequence[Tensor | None]  # hidden states at the blocks' ends, where they were known
     state: Record | None
+    number: int = 0  # by which other ranks know what they have read
+
+    def leading(self, num_blocks: int, with_state: bool, number: int) -> Loaded:
+        """So many of the blocks, the state only if it is wanted."""
+        rows, state = [each[:num_blocks] for each in self.rows], self.state if with_state else None
+        return Loaded(self.blocks[:num_blocks], rows, self.boundaries[:num_blocks], state, number)
 
 
 class RecordName(NamedTuple):
@@ -103,6 +112,8 @@ class Spill:
         self._waiting = _Waiting()
         self._writer = ThreadPoolExecutor(1, "forerun-kv-writer")
         self._reader = ThreadPoolExecutor(1, "forerun-kv-reader")
+        self._asker = ThreadPoolExecutor(1, "forerun-kv-asker")
+        self._asking: Future[Any] | None = None
         self._s_per_byte: float | None = None  # of reading
         self._s_per_token: float | None = None  # of computing
 
@@ -132,8 +143,12 @@ class Spill:
                 due.append(node)
         self._touch(node for node in nodes if node.saved >= sum(node.ready))
         if due:
-            self._submit(self._copy_out(due))
+            self.store(due)
         return len(nodes)
+
+    def store(self, nodes: Sequence[Node]) -> None:
+        """Copy these out of the pool and have them written."""
+        self._submit(self._copy_out(nodes))
 
     def _copy_out(self, nodes: Sequence[Node]) -> _Outgoing:
         chosen = to_device(torch.tensor([node.block for node in nodes]), self._device)
@@ -153,16 +168,19 @@ class Spill:
 
     def save_state(self, node: Node) -> None:
         """See `LowerTiers`."""
-        state = None if self.states is None or node.has_saved_state else self.states.kept(node.block)
+        is_due = self.states is not None and not node.has_saved_state and self.states.has(node.block)
         has_room = self._waiting.num_bytes + self.state_bytes <= MAX_UNWRITTEN
-        if state is None or not has_room or not any(tier.is_open for tier in self.tiers):
-            return
-        node.has_saved_state = True
+        if is_due and has_room and any(tier.is_open for tier in self.tiers):
+            node.has_saved_state = True
+            self.store_state(node)
+
+    def store_state(self, node: Node) -> None:
+        """Copy the state that is kept after this block and have it written."""
+        state = None if self.states is None else self.states.kept(node.block)
+        assert state is not None, "the state is not kept"
         on_host, copied = _to_host([tensor.reshape(1, -1).clone() for tensor in state])
-        num_bytes = sum(row.nbytes for row in on_host)
-        self._submit(
-            _Outgoing([node], [state_key(node.key)], [()], [()], on_host, [True], len(on_host), copied, num_bytes)
-        )
+        keys, num_bytes = [state_key(node.key)], self.state_bytes
+        self._submit(_Outgoing([node], keys, [()], [()], on_host, [True], len(on_host), copied, num_bytes))
 
     def _submit(self, parcel: _Outgoing) -> None:
         self._waiting.add(parcel.num_bytes)
@@ -175,17 +193,49 @@ class Spill:
         for node in used:
             node.touched_s = now
         if used:
-            self._writer.submit(_touch, self.tiers, used)
+            self.touch(used)
+
+    def touch(self, nodes: Sequence[Node]) -> None:
+        """Have the tiers note that these were used."""
+        self._writer.submit(_touch, self.tiers, nodes)
 
     def flush(self) -> None:
         """Return when all that was saved until now is written, or has failed to be."""
-        self._writer.submit(lambda: None).result()
+        self.when_written(lambda: None).result()
+
+    def when_written(self, then: Callable[[], None]) -> Future[None]:
+        """Have the writing thread do this after all that was saved until now."""
+        return self._writer.submit(then)
 
     # -- back ---------------------------------------------------------------------------------------------------
 
     def has(self, key: bytes) -> bool:
         """Whether some tier has the record."""
         return any(tier.has(key) for tier in self.tiers)
+
+    def has_all(self, names: Sequence[RecordName], with_state: bool) -> bool:
+        """Whether tiers have all of these, and the state after the last."""
+        keys = [name.key for name in names]
+        return all(map(self.has, [*keys, *map(state_key, keys[-1:] if with_state else [])]))
+
+    def leading(self, names: Iterable[RecordName]) -> list[RecordName]:
+        """Those in the beginning that some tier has."""
+        return self._asked(lambda: list(takewhile(lambda name: self.has(name.key), names)), [])
+
+    def first(self, names: Iterable[RecordName]) -> RecordName | None:
+        """The first that some tier has."""
+        return self._asked(lambda: next((name for name in names if self.has(name.key)), None), None)
+
+    def _asked(self, question: Callable[[], T], unknown: T) -> T:
+        """The answer; `unknown` if it takes too long, and until that one has come."""
+        if self._asking is not None and not self._asking.done():
+            return unknown
+        self._asking = asking = self._asker.submit(question)
+        try:
+            return asking.result(ASK_LIMIT_S)
+        except TimeoutError:
+            log.warning("a tier of KV does not answer within %g s: until it does nothing is read", ASK_LIMIT_S)
+            return unknown
 
     def is_worth(self, num_blocks: int, has_state: bool, num_tokens: int) -> bool:
         """Whether reading so much takes less time than computing so many tokens, as far as both are known."""
@@ -214,19 +264,24 @@ class Spill:
         return tuple(tensor[0].nbytes for tensor in self.states.tensors)
 
     def fill(self, blocks: Sequence[int], loaded: Loaded, first: int) -> None:
-        """Write the records from `first` on into these blocks of the pool."""
+        """Write the records from `first` on into these blocks of the pool, as many as there are blocks."""
+        last = first + len(blocks)
         chosen = to_device(torch.tensor(blocks), self._device)
         for tensor, rows in zip(self._tensors, loaded.rows, strict=True):
-            own = rows[first:].view(tensor.dtype).view(len(blocks), *tensor.shape[1:])
+            own = rows[first:last].view(tensor.dtype).view(len(blocks), *tensor.shape[1:])
             tensor.index_copy_(0, chosen, to_device(own, self._device))
-        for block, state in zip(blocks, loaded.boundaries[first:], strict=True):
+        for block, state in zip(blocks, loaded.boundaries[first:last], strict=True):
             self.boundaries.put(block, None if state is None else to_device(state, self._device))
 
-    def fill_state(self, block: int, num_tokens: int, record: Record) -> None:
+    def fill_state(self, block: int, num_tokens: int, loaded: Loaded) -> None:
         """Keep the recurrent state that comes after this block and `num_tokens` tokens, if there is a slot for it."""
-        assert self.states is not None
+        record = loaded.state
+        assert self.states is not None and record is not None
         parts = np.split(record.payload, np.cumsum(record.parts)[:-1])
         self.states.put(block, num_tokens, [torch.from_numpy(part.copy()).view(torch.float32) for part in parts])
+
+    def drop(self, loaded: Loaded) -> None:
+        """Nobody needs these records any more."""
 
     def was_read(self, loaded: Loaded, seconds: float) -> None:
         """So long passed until the records were in the pool."""

@@ -10,7 +10,7 @@ finds them there. Nothing depends on whether that works out: what does not come 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
@@ -93,13 +93,12 @@ class TieredPrefixes:
 
     def _has_prompt(self, request: Request) -> bool:
         """Whether tiers have what others could load of the prompt."""
-        key = self._cache.top_of(request.adapter, request.cache_salt).key
+        names, key = list[RecordName](), self._cache.top_of(request.adapter, request.cache_salt).key
         num_blocks = self._cache.last_end(request) // self._cache.block_size
         for tokens in self._cache.full_blocks(request.prompt_token_ids, num_blocks):
             key = chained(key, tokens)
-            if not self.spill.has(key):
-                return False
-        return self._cache.states is None or not num_blocks or self.spill.has(state_key(key))
+            names.append(RecordName(key, len(names), tokens))
+        return self.spill.has_all(names, self._cache.states is not None)
 
     def is_reading(self, request: Request) -> bool:
         """See `LowerTiers`."""
@@ -143,16 +142,7 @@ class TieredPrefixes:
 
     def _missing(self, request: Request, path: Sequence[Node], is_first: bool) -> _Missing | None:
         """What to read for the request; None if that is nothing or not worth its time. `is_first`: it is new."""
-        size = self._cache.block_size
-        first = len(path) - 1
-        blocks, key = list[RecordName](), path[-1].key
-        for index, tokens in enumerate(self._cache.full_blocks(request.token_ids, self._num_shared(request))):
-            if index < first:
-                continue
-            key = chained(key, tokens)
-            if not self.spill.has(key):
-                break
-            blocks.append(RecordName(key, index, tokens))
+        size, blocks = self._cache.block_size, self.spill.leading(self._names(request, path))
         num_gained, state = len(blocks), None
         wanted: Sequence[RecordName] = blocks
         if self._cache.states is not None:
@@ -166,19 +156,22 @@ class TieredPrefixes:
             return None
         return _Missing(wanted, state)
 
+    def _names(self, request: Request, path: Sequence[Node]) -> Iterator[RecordName]:
+        """Of the request's blocks after those of the path."""
+        key = path[-1].key
+        for index, tokens in enumerate(self._cache.full_blocks(request.token_ids, self._num_shared(request))):
+            if index >= len(path) - 1:
+                key = chained(key, tokens)
+                yield RecordName(key, index, tokens)
+
     def _up_to_state(
         self, path: Sequence[Node], blocks: list[RecordName]
     ) -> tuple[list[RecordName], RecordName | None]:
         """As many blocks as end with a state that a tier has, and that; without any, a state that the tree has lost."""
-        for index in range(len(blocks) - 1, -1, -1):
-            found = RecordName(state_key(blocks[index].key), blocks[index].depth, ())
-            if self.spill.has(found.key):
-                return blocks[: index + 1], found
-        for node in reversed(path[self._num_known(path) + 1 :]):
-            found = RecordName(state_key(node.key), node.depth, ())
-            if self.spill.has(found.key):
-                return [], found
-        return [], None
+        found = self.spill.first(_state_of(block) for block in reversed(blocks))
+        if found is not None:
+            return blocks[: found.depth - blocks[0].depth + 1], found
+        return [], self.spill.first(_state_of(node) for node in reversed(path[self._num_known(path) + 1 :]))
 
     def _num_known(self, path: Sequence[Node]) -> int:
         """Leading blocks after which the tree has a state."""
@@ -205,7 +198,9 @@ class TieredPrefixes:
         for key in [key for key, reading in self._readings.items() if reading.loaded.done()]:
             reading = self._readings.pop(key)
             if reading.loaded.exception() is None:
-                self._place(reading, reading.loaded.result())
+                loaded = reading.loaded.result()
+                self._place(reading, loaded)
+                self.spill.drop(loaded)
 
     def _place(self, reading: _Fetch, loaded: Loaded) -> None:
         path = self._path(reading.request)
@@ -234,5 +229,10 @@ class TieredPrefixes:
         if wanted is None or loaded.state is None or wanted.depth + 1 >= len(path):
             return
         node = path[wanted.depth + 1]
-        self.spill.fill_state(node.block, (wanted.depth + 1) * self._cache.block_size, loaded.state)
+        self.spill.fill_state(node.block, (wanted.depth + 1) * self._cache.block_size, loaded)
         node.has_saved_state = True
+
+
+def _state_of(block: RecordName | Node) -> RecordName:
+    """The name of the recurrent state after it."""
+    return RecordName(state_key(block.key), block.depth, ())

@@ -60,6 +60,8 @@ class Crew:
         self._chain = 0  # check sum of all messages
         self._digests: dict[int, dict[int, int]] = {}  # by pass, by rank
         self._is_passing = self._ended = False
+        self._awaited: dict[int, Callable[[Sequence[int] | None], None]] = {}  # answers, by number of the question
+        self._num_asked = 0
 
     @contextmanager
     def starting(self) -> Iterator[None]:
@@ -137,6 +139,19 @@ class Crew:
         """The followers' pools will be freed; callable from any thread at any time."""
         self._gone.append(RankMessage(Kind.CLOSE, [engine]))
 
+    def ask(self, answered: Callable[[Sequence[int] | None], None]) -> int:
+        """A number for something that every follower will answer to, until `forget_question`.
+
+        `answered` is called once for each of them on another thread, with None when a rank is lost.
+        """
+        self._num_asked += 1
+        self._awaited[self._num_asked] = answered
+        return self._num_asked
+
+    def forget_question(self, number: int) -> None:
+        """Nobody waits for answers to it any more."""
+        self._awaited.pop(number, None)
+
     def open_adapter(self, adapter: LoraAdapter) -> None:
         """Have all followers read what this one was read from, until nobody here has it any more.
 
@@ -195,6 +210,10 @@ class Crew:
             with self._changed:
                 self._answers[rank] = message.texts
                 self._changed.notify_all()
+        elif message.kind == Kind.ANSWER:
+            answered = self._awaited.get(message.numbers[0])
+            if answered is not None:
+                answered(message.numbers[1:])
 
     def _lost(self, rank: int, why: str) -> None:
         self.fail(f"{self.name_of(rank)} is lost: {why}")
@@ -248,6 +267,8 @@ class Crew:
             worker.kill()  # one that was stopped, too
         self.shards.close()
         self.exchange.abort()
+        for answered in list(self._awaited.values()):
+            answered(None)
         for told in list(self.on_failure):
             told(self.failure)
         timer = Timer(_GRACE_S, self._leave)

@@ -6,19 +6,21 @@ pool, its slots of recurrent state) changes by the leader's messages alone, so i
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import NoReturn
 from zlib import crc32
 
+from forerun.block_identity import about_part
 from forerun.cache.kv_cache import KVCache, bytes_per_block
 from forerun.cache.states import RecurrentStates, bytes_per_slot
-from forerun.errors import ForerunError, RankLost
+from forerun.errors import ConfigError, ForerunError, RankLost
 from forerun.kernels.ops import Kernels
 from forerun.models.adapted import LoraAdapter
 from forerun.models.base import Model, state_specs_of, with_states
@@ -31,7 +33,9 @@ from forerun.runtime.parallel.crew import EXIT_LOST, digest_of_adapter
 from forerun.runtime.parallel.exchange import Exchange
 from forerun.runtime.parallel.leader import KV_DTYPES
 from forerun.runtime.parallel.links import BEAT_S, Link, LinkClosed, Watch
-from forerun.runtime.parallel.messages import Kind, PassOrder, RankMessage, StateCall, read_commit
+from forerun.runtime.parallel.messages import Kind, PassOrder, RankMessage, StateCall, TierCall, TierOrder, read_commit
+from forerun.runtime.parallel.spilling import RankTiers, place_of, rank_tiers
+from forerun.weights.identity import stamps_of
 
 LEADER = 0
 
@@ -43,6 +47,8 @@ class _Engine:
     model: Model
     kv_cache: KVCache
     states: RecurrentStates | None
+    about: dict[str, str] = field(default_factory=dict)  # what the bits of its blocks depend on
+    tiers: list[RankTiers] = field(default_factory=list)  # at most one
 
 
 class Inbox:
@@ -143,6 +149,8 @@ class RankFollower:
             self._engines[numbers[0]].model.release(message.texts[0])
         elif message.kind == Kind.STATES:
             self._keep(numbers, message.texts[0] if message.texts else "")
+        elif message.kind == Kind.TIERS:
+            self._tier(message)
         elif message.kind == Kind.ADAPTER:
             self._inbox.tell(RankMessage(Kind.READY, (), self._adapt(numbers[0], *message.texts)))
         elif message.kind == Kind.FORGET:
@@ -198,6 +206,35 @@ class RankFollower:
             states.restore(request_id, block)
         else:
             states.forget(block)
+
+    def _tier(self, message: RankMessage) -> None:
+        call = TierCall(message.numbers[1])
+        if call not in (TierCall.DESCRIBE, TierCall.OPEN):
+            order = TierOrder.read(message)
+            self._engines[order.engine].tiers[0].do(order)
+            return
+        engine, texts = self._engines[message.numbers[0]], ["", ""]
+        try:
+            if call == TierCall.DESCRIBE:
+                engine.about.update(self._about(engine))
+                texts[1] = json.dumps(engine.about, sort_keys=True)
+            else:
+                own, (folder, identity) = (engine.about, engine.kv_cache, engine.states), message.texts
+                engine.tiers.append(rank_tiers(folder, identity, message.numbers[-1], *own, self._answer))
+        except (ForerunError, OSError) as error:  # nothing has changed yet; the leader refuses the option
+            texts[0] = str(error).replace("\0", " ")
+        self._inbox.tell(RankMessage(Kind.READY, (), texts))
+
+    def _about(self, engine: _Engine) -> dict[str, str]:
+        """What the bits of blocks here depend on. Raises ConfigError for files that are not those that were loaded."""
+        loaded, exchange = self._loaded, self._exchange
+        about = about_part(self._model, self._kernels, loaded.folder, engine.kv_cache)
+        if loaded.stamps != stamps_of(loaded.folder):
+            raise ConfigError(f"the files of {loaded.folder} have changed since its weights were read: load it again")
+        return {**about, "rank": place_of(exchange.rank, exchange.layout)}
+
+    def _answer(self, numbers: Sequence[int]) -> None:
+        self._inbox.tell(RankMessage(Kind.ANSWER, numbers))
 
 
 def guarded(work: Callable[[], None], inbox: Inbox, limit_s: float) -> None:

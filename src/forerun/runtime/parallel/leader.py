@@ -13,8 +13,11 @@ from weakref import finalize
 
 import torch
 
+from forerun.cache.boundaries import BoundaryStates
+from forerun.cache.disk import DiskTier
 from forerun.cache.kv_cache import KVCache
 from forerun.cache.states import RecurrentStates
+from forerun.cache.tiers import Tier
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import CommittedPath, PassOutput, States, StateSpec
 from forerun.models.batch import ForwardBatch
@@ -23,6 +26,7 @@ from forerun.models.hybrid import HybridDecoder
 from forerun.models.stages import PipelineStage, StagedDecoder
 from forerun.runtime.parallel.crew import Crew
 from forerun.runtime.parallel.messages import Kind, PassOrder, RankMessage, StateCall, commit_message
+from forerun.runtime.parallel.spilling import RankedSpill, about_ranks, open_tier
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)  # as messages number them
 
@@ -67,6 +71,23 @@ class RankedModel:
     def mirrored(self, states: RecurrentStates) -> MirroredStates:
         """The slots as the prefix cache keeps states in them: followers do the same."""
         return MirroredStates(states, self.crew, self._engine)
+
+    def about_ranks(self) -> dict[str, str]:
+        """What the bits of a block depend on beside this rank's part. Raises ConfigError and RankLost."""
+        return about_ranks(self.crew, self._engine)
+
+    def spill(
+        self, tiers: Sequence[Tier], kv_cache: KVCache, states: RecurrentStates | None, boundaries: BoundaryStates,
+        identity: bytes,
+    ) -> RankedSpill:  # fmt: skip
+        """Have all followers open such tiers for their parts of blocks, whose keys begin at `identity`.
+
+        Raises ConfigError for a rank that cannot, and RankLost.
+        """
+        for tier in tiers:
+            assert isinstance(tier, DiskTier), "ranks run on CPUs, whose pool lies in the host's memory"
+            open_tier(self.crew, self._engine, tier, identity)
+        return RankedSpill(tiers, kv_cache, states, boundaries, self.crew, self._engine)
 
     def forward(self, batch: ForwardBatch, kvs: Sequence[LayerKV], hidden_layers: Sequence[int] = ()) -> PassOutput:
         """See `models.base.Model`. Raises RankLost."""

@@ -38,6 +38,8 @@ class Kind(IntEnum):
     DIGEST = 13  # a follower: what a pass gave
     ADAPTER = 14  # read one; READY says why not, if so
     FORGET = 15  # an adapter
+    TIERS = 16  # a call of the leader's tiers of KV
+    ANSWER = 17  # a follower: to a call that has a number
 
 
 class StateCall(IntEnum):
@@ -46,6 +48,21 @@ class StateCall(IntEnum):
     KEEP = 0
     RESTORE = 1
     FORGET = 2
+
+
+class TierCall(IntEnum):
+    """What followers do with their parts of blocks."""
+
+    DESCRIBE = 0  # say what their bits depend on: READY
+    OPEN = 1  # a folder for them: READY
+    SAVE = 2
+    SAVE_STATE = 3
+    TOUCH = 4  # they were used
+    READ = 5  # ANSWER says how many blocks there are, and whether the state is
+    FILL = 6  # blocks of the pool with what was read
+    FILL_STATE = 7
+    DROP = 8  # what was read
+    FLUSH = 9  # ANSWER, when all is written, whether tiers have these
 
 
 class RankMessage(NamedTuple):
@@ -101,6 +118,45 @@ class PassOrder(NamedTuple):
         hidden_layers, adapters = tuple(_take(numbers)), tuple(_take(numbers))
         rows = tuple(_take_rows(numbers, request_id) for request_id in message.texts)
         return PassOrder(engine, number, is_checked, hidden_layers, rows, adapters)
+
+
+class NamedBlock(NamedTuple):
+    """A block, and the name that the leader's tiers have for it."""
+
+    key: bytes
+    depth: int  # blocks in front of it
+    tokens: tuple[int, ...]
+    block: int = -1  # of the pool; -1: it is in none
+    has_state: bool = False  # tiers have the recurrent state after it
+
+
+class TierOrder(NamedTuple):
+    """A call of the leader's tiers of one engine."""
+
+    engine: int
+    call: TierCall
+    number: int = 0  # of what is read or awaited
+    numbers: Sequence[int] = ()
+    blocks: Sequence[NamedBlock] = ()
+
+    def message(self) -> RankMessage:
+        """What the leader sends."""
+        numbers = [self.engine, self.call, self.number]
+        _put(numbers, self.numbers)
+        for each in self.blocks:
+            numbers += (each.depth, each.block, int(each.has_state))
+            _put(numbers, each.tokens)
+        return RankMessage(Kind.TIERS, numbers, [each.key.hex() for each in self.blocks])
+
+    @staticmethod
+    def read(message: RankMessage) -> TierOrder:
+        """What a follower reads."""
+        numbers, blocks = iter(message.numbers), list[NamedBlock]()
+        engine, call, number, own = next(numbers), TierCall(next(numbers)), next(numbers), _take(numbers)
+        for key in message.texts:
+            depth, block, has_state = next(numbers), next(numbers), bool(next(numbers))
+            blocks.append(NamedBlock(bytes.fromhex(key), depth, tuple(_take(numbers)), block, has_state))
+        return TierOrder(engine, call, number, own, blocks)
 
 
 def commit_message(engine: int, paths: Sequence[CommittedPath]) -> RankMessage:
