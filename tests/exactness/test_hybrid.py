@@ -93,10 +93,12 @@ def test_layers_that_miss_nothing_draft_what_the_target_says(case: str, tmp_path
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_drafter_that_lies_changes_no_token(llm: LLM, temperature: float) -> None:
+def test_a_drafter_that_lies_changes_no_token(llm: LLM, family: str, temperature: float) -> None:
+    """In every engine, half of them at each temperature, the other half with the next model."""
     expected = [answer.token_ids for answer in answers(llm, temperature)]
     truth = dict(zip(map(tuple, PROMPTS), expected, strict=True))
-    for seed, options in enumerate(ENGINES.values()):
+    first = MODELS.index(family) + int(temperature)
+    for seed, options in [pair for pair in enumerate(ENGINES.values()) if (first + pair[0]) % 2 == 0]:
         made = llm.with_drafter("none", **{"max_num_seqs": 4, **options})
         adversary = Adversary(
             seed, factory.VOCAB_SIZE, max_nodes=12, truth=lambda request: truth[request.prompt_token_ids]

@@ -19,11 +19,17 @@ KERNELS = {"_attention_kernel", "combine_kernel", "_rope_kernel", "_rms_kernel",
            "embed", "multiply", "quantize", "_best_of_part", "_best_of_row", "_grow_kernel",
            "_keep_kernel"}  # fmt: skip
 TREES = ("_grow_kernel", "_keep_kernel")  # of which there are never two on a multiprocessor
-FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {**factory.DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 0, "num_hidden_layers": 1},
-    "qwen3_5_text": {**factory.DELTA, "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
-    "falcon_h1": {**factory.FALCON_H1, "num_hidden_layers": 1},
-}
+FAMILIES: dict[str, dict[str, Any]] = {  # matrices of few sizes: every size is a kernel of its own
+    "deepseek_v3": {
+        **factory.DEEPSEEK, "q_lora_rank": None, "kv_lora_rank": 24, "v_head_dim": 8, "first_k_dense_replace": 0,
+        "num_hidden_layers": 1,
+    },
+    "qwen3_5_text": {
+        **factory.DELTA, "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "falcon_h1": {**factory.FALCON_H1, "num_hidden_layers": 1, "mamba_d_head": 8, "mamba_d_ssm": 32},
+}  # fmt: skip
 
 
 def compile_kernels(cache: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
@@ -61,10 +67,7 @@ def test_a_pass_at_the_8b_shape_compiles_and_fits(tmp_path: Path, monkeypatch: p
 
 @pytest.fixture(scope="module")
 def of_families(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Kernels of latents, experts, gated delta rules and Mamba-2, from one process: what they share is compiled once.
-
-    Models of few layers, matrices of few sizes: every size of a matrix is a kernel of its own.
-    """
+    """Kernels of latents, experts, gated delta rules and Mamba-2, from one process, so that none is compiled twice."""
     pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("compiled")
     made = [

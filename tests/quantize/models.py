@@ -39,7 +39,7 @@ def tiny(case: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     return factory.save_checkpoint(model, folder, dtype)
 
 
-def shallow_mini(folder: Path, num_layers: int = 2) -> Path:
+def shallow_mini(folder: Path, num_layers: int = 1) -> Path:
     """The embedded model's first layers: trained weights, so that methods differ as they do in use."""
     source = resolve_model("mini")
     shutil.copytree(source, folder)
