@@ -9,14 +9,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
+from forerun.errors import ResourceError
 from forerun.replicas import fleet as fleets
 from forerun.server import batch_jobs
+from forerun.server.batch_files import AnswerFile
 from forerun.server.stored_files import FileStore
 from tests.replicas.conftest import InProcess, fleet_client
 from tests.server.conftest import wait_until
@@ -168,7 +171,25 @@ def test_rows_wait_for_a_process_that_knows_the_new_replicas(
             assert len(lines(after, over["output_file_id"])) == 6
 
 
-def test_an_owner_that_cannot_write_or_has_lost_the_lock_stops(
+def test_another_process_goes_on_where_the_owner_cannot_write(
+    replicas: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_jobs, "TRY_AGAIN_S", 600.0)  # the owner itself would take too long
+    writes, write_line = count(), AnswerFile.write
+
+    def full_once(self: AnswerFile, answer: dict[str, Any]) -> None:
+        if next(writes) == 1:
+            raise ResourceError("no space left")
+        write_line(self, answer)
+
+    monkeypatch.setattr(AnswerFile, "write", full_once)
+    with fleet_client(replicas, batch_dir=tmp_path) as one, fleet_client(replicas, batch_dir=tmp_path):
+        over = until(one, start(one, many(6))["id"], ended)
+        assert over["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
+        assert len(lines(one, over["output_file_id"])) == 6
+
+
+def test_an_owner_that_has_lost_the_lock_stops(
     replicas: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The next one to get the lock, here itself, goes on, and no row is answered twice."""
