@@ -134,7 +134,7 @@ def test_a_seed_that_nobody_gave_is_drawn_once(fleet: TestClient, replicas: InPr
     replicas.lost = lambda order, said: False
     again = fleet.post(CHAT, json=body({**fields, "seed": first["forerun"]["seeds"][0]})).json()
     assert again["choices"] == first["choices"]
-    assert first["forerun"]["num_steps"] >= 11  # steps of the replica that was lost count
+    assert first["forerun"]["num_steps"] > again["forerun"]["num_steps"]  # steps of the replica that was lost count
 
 
 def test_log_probabilities_of_prompts_arrive(alone: TestClient, fleet: TestClient, replicas: InProcess) -> None:

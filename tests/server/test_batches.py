@@ -60,7 +60,7 @@ def rows() -> list[dict[str, Any]]:
         {"custom_id": f"t{i}", "url": TEXT, "body": {"model": "mini", "prompt": f"Number {i}", "max_tokens": 5, "n": 2}}
         for i in range(3)
     ]
-    return [*(chat_row(f"c{i}", f"Tell me about {i % 3}.") for i in range(6)), *texts]
+    return [*(chat_row(f"c{i}", f"Tell me a story about {i % 3}.") for i in range(6)), *texts]
 
 
 def write(path: Path, given: Sequence[Any]) -> Path:

@@ -91,9 +91,9 @@ def test_logprobs(client: TestClient, chat: Post) -> None:
 
 
 def test_stop_strings_end_the_answer_before_them(chat: Post) -> None:
-    text = chat("Tell me about a fox", max_tokens=30, temperature=0)["choices"][0]["message"]["content"]
+    text = chat("Tell me a story", max_tokens=30, temperature=0)["choices"][0]["message"]["content"]
     word = text.split()[3]
-    [choice] = chat("Tell me about a fox", max_tokens=30, temperature=0, stop=[word])["choices"]
+    [choice] = chat("Tell me a story", max_tokens=30, temperature=0, stop=[word])["choices"]
     assert choice["message"]["content"] == text[: text.index(word)]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", word)
 
