@@ -1,10 +1,11 @@
 """Examines a model on the small world: exact answers at temperature 0, in wordings and on items it never saw.
 
-    python lab/world/examine.py MODEL [--count 200] [--open 20] [--speakers 500] [--seed 2] [--show 2]
+    python lab/world/examine.py MODEL [--count 200] [--open 20] [--speakers 500] [--seed 2] [--show 2] [--write FILE]
 
 `--count` questions of each kind, beside the share that is wanted; `--open` stories, dialogues and questions from outside
 the world at temperature 0.7, seeds 0 and up, printed as they came; `--speakers` conversations of all kinds at that
-temperature, none of which may go on as somebody else. 0 leaves a part out. Exits with 1 if something wanted was missed.
+temperature, none of which may go on as somebody else. 0 leaves a part out. Exits with 1 if something wanted was missed. `--write` asks nothing
+and writes the questions as prompts by category, for `forerun bench speed --prompts FILE`.
 
 Knows: how answers are compared. Stories and conversations have no single right answer; of them it says only whether the
 answer ended and stayed with one speaker. In dialogues the user's lines are a script, the answers the model's own.
@@ -13,6 +14,7 @@ answer ended and stayed with one speaker. In dialogues the user's lines are a sc
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import re
 import sys
@@ -72,7 +74,11 @@ def main() -> None:
     parser.add_argument("--speakers", type=int, default=0, help="conversations searched for other speakers")
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--show", type=int, default=0, help="print so many wrong answers of each kind")
+    parser.add_argument("--write", type=Path, help="write --count questions of each kind as prompts, and ask nothing")
     options = parser.parse_args()
+    if options.write is not None:
+        options.write.write_text("".join(as_prompts(options.count, options.seed)))
+        return
     llm = LLM(options.model, drafter="suffix")
     missed = False
     if options.count:
@@ -88,6 +94,14 @@ def main() -> None:
     machine = describe_machine(llm.kernels)
     print(f"\n{options.model}, seed {options.seed}; {machine_line(machine)}, {machine['date']}")
     sys.exit(1 if missed else 0)
+
+
+def as_prompts(count: int, seed: int) -> Iterator[str]:
+    """Lines of a file of prompts in Spec-Bench's layout: so many questions of each kind, the kinds in turns."""
+    asked = list(make.exam(random.Random(seed), count))
+    for number in range(count):
+        for line in asked[number::count]:
+            yield json.dumps({"category": line["kind"], "turns": [line["question"]]}) + "\n"
 
 
 # -- answers with one right text ---------------------------------------------------------------------------------

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from forerun.bench.prompts import read_prompts
 from tests.support import mini
 from world import examine, make
 
@@ -58,3 +61,13 @@ def test_a_model_is_examined_and_conversations_are_printed() -> None:
     assert sum(line.startswith("> ") for line in after) > 2 + 2  # a line of every turn; questions have one
     [said], found = examine.searched(llm, 2, seed=2, max_tokens=2)
     assert said.startswith("2 conversations at temperature 0.7, ") and not found
+
+
+def test_questions_are_prompts_by_category(tmp_path: Path) -> None:
+    """`forerun bench speed` reads what `--write` writes: the exam's questions, the kinds in turns."""
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(examine.as_prompts(2, seed=2)))
+    cases = read_prompts(path)
+    asked = list(make.exam(random.Random(2), 2))
+    assert [case.category for case in cases] == list(make.EXAM) * 2
+    assert {(case.category, *case.turns) for case in cases} == {(line["kind"], line["question"]) for line in asked}
