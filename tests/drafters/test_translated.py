@@ -108,7 +108,7 @@ def test_the_rejection_rule_takes_the_likeliest_tokens(renumbered: str) -> None:
     """Drafts have no distribution there, and are as good as any can be: the same in every run."""
     llm = mini.drafting("draft", draft_model=renumbered, verification="rejection", **CHAINS)
     first, again = says(llm, temperature=0.8), says(llm, temperature=0.8)
-    assert tokens_of(first) == tokens_of(again) and accepted(first) > 40
+    assert tokens_of(first) == tokens_of(again) and accepted(first) > 20
     assert tokens_of(says(llm, temperature=0.0)) == tokens_of(says(mini.plain(), temperature=0.0))
 
 

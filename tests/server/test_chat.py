@@ -77,7 +77,7 @@ def test_samples_differ_and_keep_their_seed(client: TestClient, chat: Post) -> N
 
 
 def test_logprobs(client: TestClient, chat: Post) -> None:
-    answer = chat("Tell me about a fox", logprobs=True, top_logprobs=3, temperature=0)
+    answer = chat("Tell me about a fox", logprobs=True, top_logprobs=3, temperature=0, max_tokens=64)
     [choice] = answer["choices"]
     content = choice["logprobs"]["content"]
     assert len(content) == answer["usage"]["completion_tokens"] > 3 and all(
@@ -86,7 +86,7 @@ def test_logprobs(client: TestClient, chat: Post) -> None:
     assert all(entry["logprob"] == entry["top_logprobs"][0]["logprob"] < 0 for entry in content)  # greedy: the best
     assert bytes(b for entry in content[:-1] for b in entry["bytes"]).decode() == choice["message"]["content"]
     assert (content[-1]["token"], choice["finish_reason"]) == ("<|im_end|>", "stop")
-    chunks = stream(client, logprobs=True, top_logprobs=3, temperature=0)
+    chunks = stream(client, logprobs=True, top_logprobs=3, temperature=0, max_tokens=64)
     assert [e for c in chunks if c["choices"][0]["logprobs"] for e in c["choices"][0]["logprobs"]["content"]] == content
 
 
