@@ -6,14 +6,15 @@ import os
 import shutil
 from pathlib import Path
 from threading import Event
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import pytest
 
 from forerun import LLM, SamplingParams, block_identity
 from forerun.assemble import assemble
-from forerun.cache.spill import RecordName, state_key
+from forerun.cache.lower import state_key
+from forerun.cache.spill import RecordName
 from forerun.engine.engine import Engine
 from forerun.errors import ConfigError
 from tests.exactness.test_tiers import PREFIX, asked, cached, engine, nodes, tiers
@@ -88,7 +89,33 @@ def test_a_folder_that_does_not_answer_has_nothing(
         assert spill.leading([name]) == [] and spill.first([name]) is None
         assert perf_counter() - begun < 30, "somebody waited until it answered"
         release.set()
-    assert spill._asking is not None and spill._asking.result(20) and spill.leading([name]) == [name]
+        assert spill._asking is not None and spill._asking.result(20) is None
+    assert spill.leading([name]) == [name]
+    with monkeypatch.context() as patched:
+        patched.setattr("forerun.cache.spill.ASK_LIMIT_S", 0.2)
+        patched.setattr(spill, "has", lambda key: not sleep(0.01))
+        assert 1 <= len(spill.leading([name] * 10_000)) <= 100, "what was found in time counts"
+        spill._asking.result(1)  # nobody looks for more
+
+
+def test_who_has_ended_is_asked_for_once(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody is while all run: on several ranks each question goes to all of them."""
+    groups = asked(2, lengths=(30, 14))
+    running = [harness.fresh(group).samples[0].request for group in groups]
+    harness.run(made := engine(checkpoint, tmp_path), groups)
+    lower, requests = tiers(made), [group.samples[0].request for group in groups]
+    wanted = list[set[Any]]()
+
+    def lacking(keys: set[Any]) -> list[Any]:
+        wanted.append(keys)
+        return sorted(keys)[:1]
+
+    monkeypatch.setattr(lower.spill, "lacking", lacking)
+    lower.hand_over(running)
+    assert not wanted
+    lower.hand_over(requests)
+    assert len(wanted) == 1 and wanted[0] == {key for each in requests for key in lower._keys(each)}
+    assert any(request.error is not None for request in requests)
 
 
 def test_reading_is_doubted_once_a_request(checkpoint: Path, tmp_path: Path) -> None:

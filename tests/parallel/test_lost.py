@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from forerun import SamplingParams
 from forerun.errors import ConfigError, RankLost, ResourceError
+from tests.models import factory
 from tests.parallel.test_ranks import WORKER, folder, open_llm, tokens
 from tests.support.processes import own_processes
 
@@ -64,3 +68,34 @@ def test_a_lost_rank_ends_all(folder: Path, kind: signal.Signals, divided: str) 
         tokens(llm)
     with pytest.raises(ProcessLookupError):
         os.kill(worker, 0)
+
+
+def test_a_lost_rank_leaves_requests_with_states_and_tiers_clean(tmp_path: Path) -> None:
+    """What ends with the rank is stored nowhere, and its blocks are free."""
+    (path := tmp_path / "model").mkdir()
+    factory.make_checkpoint("lfm2", path)
+    with closing(open_llm(path, tensor_parallel=2, kv_disk=str(tmp_path / "kv"), kv_disk_gib=0.1)) as llm:
+        stream = llm.stream([*range(5, 26)], SamplingParams(max_tokens=40, ignore_eos=True))
+        for _ in range(9):
+            next(stream)
+        [worker] = own_processes(WORKER)
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(RankLost, match="rank 1 on "):
+            list(stream)
+        assert not llm.engine.scheduler.running
+        llm.engine.scheduler.check_integrity()
+
+
+def test_a_rank_ends_whatever_its_threads_wait_for() -> None:
+    """But not before they have written, if they can."""
+    code = (
+        "import time\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from forerun.runtime.parallel.start import leave\n"
+        "thread = ThreadPoolExecutor(1)\n"
+        "thread.submit(lambda: (time.sleep(0.3), print('written', flush=True)))\n"
+        "thread.submit(time.sleep, 60)\n"
+        "leave(1.0)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stdout) == (0, "written\n"), ended.stderr

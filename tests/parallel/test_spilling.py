@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from threading import Event
@@ -18,8 +18,9 @@ from forerun.block_identity import about_part
 from forerun.cache.boundaries import BoundaryStates
 from forerun.cache.disk import DiskTier
 from forerun.cache.kv_cache import KVCache
+from forerun.cache.lower import state_key
 from forerun.cache.prefix_cache import Node
-from forerun.cache.spill import Loaded, RecordName, Spill, state_key
+from forerun.cache.spill import Loaded, RecordName, Spill
 from forerun.cache.states import RecurrentStates
 from forerun.cache.tiers import HostTier, Tier
 from forerun.errors import RankLost
@@ -30,8 +31,9 @@ from forerun.runtime.parallel import follower, spilling
 from forerun.runtime.parallel.crew import Crew
 from forerun.runtime.parallel.exchange import RankLayout
 from forerun.runtime.parallel.follower import RankFollower
+from forerun.runtime.parallel.links import LinkClosed
 from forerun.runtime.parallel.messages import Kind, NamedBlock, RankMessage, TierCall, TierOrder
-from forerun.runtime.parallel.spilling import AgreedReading, RankedSpill, RankTiers, place_of
+from forerun.runtime.parallel.spilling import RankedSpill, RankTiers, open_tier, place_of
 from tests.models import factory
 from tests.parallel.test_ranks import open_llm
 from tests.parallel.test_tiers import PREFIX, again, lower_of
@@ -78,45 +80,55 @@ class Rank:
 
 
 class OneFollower:
-    """What the leader's tiers need of a crew: the other rank is told at once, through bytes."""
+    """A link to another rank, which does at once what it is told."""
 
-    def __init__(self, size: int = 2) -> None:
-        self.exchange = SimpleNamespace(layout=RankLayout(size, 1))
+    def __init__(self) -> None:
+        exchange: Any = SimpleNamespace(layout=RankLayout(2, 1), abort=lambda: None)
+        link: Any = self
+        self.crew = Crew(exchange, {1: link}, {0: "here", 1: "there"}, [], 1.0)
         self.tiers: RankTiers | None = None
-        self.asked: dict[int, Callable[[Sequence[int] | None], None]] = {}
+        self.told = list[RankMessage]()
         self.is_lost = False
 
-    def ask(self, answered: Callable[[Sequence[int] | None], None]) -> int:
-        self.asked[len(self.asked) + 1] = answered
-        return len(self.asked)
-
-    def forget_question(self, number: int) -> None:
-        assert number in self.asked
-
-    def tell(self, message: RankMessage) -> None:
+    def send(self, kind: Kind, body: bytes) -> None:
         if self.is_lost:
-            raise RankLost("rank 1")
-        assert self.tiers is not None
-        self.tiers.do(TierOrder.read(RankMessage.decode(message.kind, message.encode())))
+            raise LinkClosed("its process ended")
+        self.told.append(RankMessage.decode(kind, body))
+        if self.tiers is not None:
+            self.tiers.do(TierOrder.read(self.told[-1]))
+
+    def send_if_room(self, message: RankMessage) -> None:
+        raise LinkClosed("its process ended")
 
     def answer(self, numbers: Sequence[int]) -> None:
-        self.asked[numbers[0]](numbers[1:])
+        self.crew._arrived(1, RankMessage(Kind.ANSWER, numbers))
+
+    def num_told(self, call: TierCall) -> int:
+        return sum(TierOrder.read(message).call == call for message in self.told)
+
+
+def nodes_of(names: Sequence[RecordName]) -> list[Node]:
+    return [Node(index, name.tokens, None, key=name.key, depth=name.depth) for index, name in enumerate(names)]
+
+
+def all_have(spill: RankedSpill) -> bool:
+    return not spill.lacking([(name.key, name is NAMES[-1]) for name in NAMES])
 
 
 def make(kind: str, tmp_path: Path) -> tuple[Rank, Rank, RankedSpill, RankTiers, OneFollower]:
     def tier(name: str) -> Tier:
         return HostTier(1 << 20, pinned=False) if kind == "host" else DiskTier(tmp_path, 1 << 20, {"rank": name})
 
-    crew: Any = OneFollower()
+    follower = OneFollower()
     leader, other = Rank(0, [tier("0")]), Rank(1, [tier("1")])
     own = Spill(other.tiers, other.kv, other.states, BoundaryStates(SIZE))
-    crew.tiers = RankTiers(own, {"rank": "1"}, crew.answer)
-    spill = RankedSpill(leader.tiers, leader.kv, leader.states, BoundaryStates(SIZE), crew, 1)
-    nodes = [Node(index, name.tokens, None, key=name.key, depth=name.depth) for index, name in enumerate(NAMES)]
+    follower.tiers = RankTiers(own, {"rank": "1"}, follower.answer)
+    spill = RankedSpill(leader.tiers, leader.kv, leader.states, BoundaryStates(SIZE), follower.crew, 1)
+    nodes = nodes_of(NAMES)
     assert spill.save(nodes) == 4
     spill.save_state(nodes[3])
     spill.flush()
-    return leader, other, spill, crew.tiers, crew
+    return leader, other, spill, follower.tiers, follower
 
 
 def read(spill: RankedSpill) -> Loaded:
@@ -156,7 +168,7 @@ def test_what_one_rank_lacks_all_lack(lost: str, tmp_path: Path) -> None:
         kept._records.clear()
     else:
         del kept._records[own]
-    assert not spill.has_all(NAMES, with_state=True)
+    assert not all_have(spill)
     loaded = read(spill)
     assert len(loaded.blocks) == {"state": 4, "pool": 0}.get(lost, 2) and loaded.state is None
     if loaded.blocks:
@@ -176,7 +188,7 @@ def test_nothing_is_stored_under_the_name_of_another_rank(tmp_path: Path) -> Non
 
 
 def test_a_reading_ends_with_the_last_rank_or_with_a_lost_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, spill, tiers, crew = make("host", tmp_path)
+    _, _, spill, tiers, follower = make("host", tmp_path)
     release = Event()
     tiers._spill._reader.submit(release.wait, 60)
     slow = spill.read(NAMES, None)
@@ -187,17 +199,67 @@ def test_a_reading_ends_with_the_last_rank_or_with_a_lost_one(tmp_path: Path, mo
     with monkeypatch.context() as patched:
         patched.setattr(spilling, "FLUSH_LIMIT_S", 0.05)
         spill.flush()  # does not wait for long
-        assert not spill.has_all(NAMES, with_state=True), "nobody knows"
+        num_asked = follower.num_told(TierCall.FLUSH)
+        assert not all_have(spill), "nobody knows"
+        assert follower.num_told(TierCall.FLUSH) == num_asked, "asked again before it has answered"
     held.set()
-    assert spill.has_all(NAMES, with_state=True)
-    lost = AgreedReading(3)
-    lost.answered([4, 1])
-    lost.answered(None)
-    assert not lost.loaded.result(0).blocks
-    lost.answered([4, 1])  # too late
-    crew.is_lost = True
+    assert spill._flushing is not None and spill._flushing.result(20) == [[]]
+    assert all_have(spill)
+    assert not follower.crew._awaited, "answered questions are kept"
+    tiers._spill._reader.submit((held := Event()).wait, 60)
+    lost = spill.read(NAMES, None)
+    follower.crew.fail("rank 1 is lost")
+    assert not lost.result(20).blocks and not spill.read(NAMES, None).result(20).blocks
+    held.set()
+    spill.drop(slow.result(0))
     with pytest.raises(RankLost):
-        spill.drop(slow.result(0))
+        spill.flush()
+
+
+@pytest.mark.parametrize("is_noticed", [False, True])
+def test_nothing_is_stored_when_a_rank_is_lost(is_noticed: bool, tmp_path: Path) -> None:
+    """Nor is that an error: who ends a request after the loss frees what it has."""
+    leader, _, spill, _, follower = make("host", tmp_path)
+    leader.tiers[0]._records.clear()  # type: ignore[attr-defined]
+    follower.is_lost = True
+    if is_noticed:
+        follower.crew.fail("rank 1 is lost")
+    nodes = nodes_of(NAMES)
+    assert spill.save(nodes) == 4
+    spill.save_state(nodes[3])
+    spill.touch(nodes)
+    assert [node.saved for node in nodes] == [-1] * 4
+    assert not spill.when_written(lambda: spill.has(NAMES[0].key)).result(20)
+
+
+@pytest.mark.parametrize("why", ["closed", "full", "lost since"])
+def test_what_another_rank_does_not_have_is_stored_again(why: str, tmp_path: Path) -> None:
+    _, other, spill, _, follower = make("host", tmp_path)
+    kept: Any = other.tiers[0]
+    kept._records.clear()
+    nodes = nodes_of(NAMES)
+    if why == "lost since":
+        for node in nodes:
+            node.saved = 0
+        spill.touch(nodes)
+    else:
+        kept.is_open, kept.max_bytes = why != "closed", 1
+        spill.save(nodes)
+        spill.save_state(nodes[3])
+    assert not all_have(spill) and [node.saved for node in nodes] == [-1] * 4 and not nodes[3].has_saved_state
+    kept.is_open, kept.max_bytes = True, 1 << 20
+    spill.save(nodes)
+    spill.save_state(nodes[3])
+    assert all_have(spill) and [node.saved for node in nodes] == [0] * 4 and nodes[3].has_saved_state
+    assert not follower.crew._awaited
+
+
+def test_all_ranks_have_the_same_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    follower, tier = OneFollower(), DiskTier(Path("kv"), 1 << 20, {})
+    follower.crew._answers = {1: ("", "")}
+    open_tier(follower.crew, 1, tier, b"")
+    assert follower.told[-1].texts[0] == str(tmp_path / "kv")
 
 
 def test_the_used_blocks_of_all_ranks_are_kept(tmp_path: Path) -> None:
@@ -250,17 +312,21 @@ def test_a_follower_says_what_its_part_depends_on_or_why_it_cannot_store(
 
 
 def test_answers_reach_who_asked_and_a_lost_rank_ends_the_waiting() -> None:
-    exchange: Any = SimpleNamespace(layout=RankLayout(2, 1), abort=lambda: None)
-    crew, heard = Crew(exchange, {}, {0: "here"}, [], 1.0), list[Sequence[int] | None]()
-    number = crew.ask(heard.append)
-    for asked in (number, number + 1):
-        crew._arrived(1, RankMessage(Kind.ANSWER, [asked, 4, 1]))
-    crew.forget_question(number)
+    exchange: Any = SimpleNamespace(layout=RankLayout(3, 1), abort=lambda: None)
+    crew = Crew(exchange, {}, {0: "here"}, [], 1.0)
+    number, answers = crew.ask(lambda number: RankMessage(Kind.TIERS, [number]))
     crew._arrived(1, RankMessage(Kind.ANSWER, [number, 4, 1]))
-    assert [list(each or ()) for each in heard] == [[4, 1]]
-    crew.ask(heard.append)
+    crew._arrived(1, RankMessage(Kind.ANSWER, [number + 1, 4, 1]))  # to nothing
+    assert not answers.done()
+    crew._arrived(2, RankMessage(Kind.ANSWER, [number, 3, 1]))
+    assert answers.result(0) == [[4, 1], [3, 1]] and not crew._awaited
+    crew._arrived(1, RankMessage(Kind.ANSWER, [number, 4, 1]))  # too late
+    lost = crew.ask(lambda number: RankMessage(Kind.TIERS, [number]))[1]
     crew.fail("rank 1 is lost")
-    assert heard[1:] == [None]
+    for each in (lost, crew.ask(lambda number: RankMessage(Kind.TIERS, [number]))[1]):
+        with pytest.raises(RankLost, match="rank 1 is lost"):
+            each.result(0)
+    assert not crew._awaited
 
 
 def test_recurrent_states_come_back_on_all_ranks(tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ class LowerTiers(Protocol):
         """Begin to store the recurrent state after this block."""
 
     def hand_over(self, requests: Sequence[Request]) -> None:
-        """Return when all that was given to `save` is stored, or has failed to be.
+        """If some of the requests have ended, return when all that was given to `save` is stored, or has failed to be.
 
-        Those of the requests that have ended, but with blocks of their prompts in no tier, get an error.
+        Those of them with blocks of their prompts in no tier get an error.
         """
 
     def is_reading(self, request: Request) -> bool:
@@ -59,3 +59,8 @@ class Listener(Protocol):
 def chained(key: bytes, tokens: tuple[int, ...]) -> bytes:
     """The key of the block of these tokens that follows the block of this key."""
     return sha256(key + array("q", tokens).tobytes()).digest()
+
+
+def state_key(key: bytes) -> bytes:
+    """The key of the recurrent state after the block of this key."""
+    return key[:-1] + bytes([key[-1] ^ 1])

@@ -12,14 +12,13 @@ copy into the pool happens between steps. What tiers have a third one asks, whic
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
-from threading import Lock
+from threading import Event, Lock
 from time import perf_counter
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from forerun.cache.boundaries import BoundaryStates
 from forerun.cache.kv_cache import KVCache
+from forerun.cache.lower import state_key
 from forerun.cache.prefix_cache import Node
 from forerun.cache.states import RecurrentStates
 from forerun.cache.tiers import Bytes, Record, Tier
@@ -34,7 +34,7 @@ from forerun.kernels.device import to_device
 
 MAX_UNWRITTEN: Final = 512 << 20  # bytes copied out that wait for a thread to write them
 TOUCH_S: Final = 60.0  # between two notes that a block in the pool was used
-ASK_LIMIT_S: Final = 2.0  # for a folder to say what it has: one that hangs has nothing
+ASK_LIMIT_S: Final = 2.0  # for a folder to say what it has: what it has not said then it has not
 _RECENT = 0.25  # weight of a new measurement
 _FORGETS = 0.98  # what a judgement against reading leaves of the time reading is taken to need: it is tried again
 _LEAST_TOKENS = 64  # of a prompt whose time counts
@@ -51,11 +51,6 @@ class Loaded(NamedTuple):
     boundaries: Sequence[Tensor | None]  # hidden states at the blocks' ends, where they were known
     state: Record | None
     number: int = 0  # by which other ranks know what they have read
-
-    def leading(self, num_blocks: int, with_state: bool, number: int) -> Loaded:
-        """So many of the blocks, the state only if it is wanted."""
-        rows, state = [each[:num_blocks] for each in self.rows], self.state if with_state else None
-        return Loaded(self.blocks[:num_blocks], rows, self.boundaries[:num_blocks], state, number)
 
 
 class RecordName(NamedTuple):
@@ -113,7 +108,7 @@ class Spill:
         self._writer = ThreadPoolExecutor(1, "forerun-kv-writer")
         self._reader = ThreadPoolExecutor(1, "forerun-kv-reader")
         self._asker = ThreadPoolExecutor(1, "forerun-kv-asker")
-        self._asking: Future[Any] | None = None
+        self._asking: Future[None] | None = None
         self._s_per_byte: float | None = None  # of reading
         self._s_per_token: float | None = None  # of computing
 
@@ -201,41 +196,50 @@ class Spill:
 
     def flush(self) -> None:
         """Return when all that was saved until now is written, or has failed to be."""
-        self.when_written(lambda: None).result()
+        self.lacking(())
 
-    def when_written(self, then: Callable[[], None]) -> Future[None]:
+    def lacking(self, wanted: Collection[tuple[bytes, bool]]) -> list[tuple[bytes, bool]]:
+        """After `flush`: blocks that tiers lack among those of these keys, or, where it says so, the state after it."""
+        return self.when_written(lambda: [each for each in wanted if not self.has(*each)]).result()
+
+    def when_written(self, then: Callable[[], T]) -> Future[T]:
         """Have the writing thread do this after all that was saved until now."""
         return self._writer.submit(then)
 
     # -- back ---------------------------------------------------------------------------------------------------
 
-    def has(self, key: bytes) -> bool:
-        """Whether some tier has the record."""
-        return any(tier.has(key) for tier in self.tiers)
-
-    def has_all(self, names: Sequence[RecordName], with_state: bool) -> bool:
-        """Whether tiers have all of these, and the state after the last."""
-        keys = [name.key for name in names]
-        return all(map(self.has, [*keys, *map(state_key, keys[-1:] if with_state else [])]))
+    def has(self, key: bytes, with_state: bool = False) -> bool:
+        """Whether some tier has the record, and the state after the block if that is wanted."""
+        return any(tier.has(key) for tier in self.tiers) and (not with_state or self.has(state_key(key)))
 
     def leading(self, names: Iterable[RecordName]) -> list[RecordName]:
         """Those in the beginning that some tier has."""
-        return self._asked(lambda: list(takewhile(lambda name: self.has(name.key), names)), [])
+        return self._found(names, until=False)
 
     def first(self, names: Iterable[RecordName]) -> RecordName | None:
         """The first that some tier has."""
-        return self._asked(lambda: next((name for name in names if self.has(name.key)), None), None)
+        return next(iter(self._found(names, until=True)), None)
 
-    def _asked(self, question: Callable[[], T], unknown: T) -> T:
-        """The answer; `unknown` if it takes too long, and until that one has come."""
+    def _found(self, names: Iterable[RecordName], until: bool) -> list[RecordName]:
+        """Those that tiers have until one is there, or not: as many as they say in time; none until they have said."""
         if self._asking is not None and not self._asking.done():
-            return unknown
-        self._asking = asking = self._asker.submit(question)
+            return []
+        found, is_late = list[RecordName](), Event()
+
+        def ask() -> None:
+            for name in names:
+                if has := self.has(name.key):
+                    found.append(name)
+                if has == until or is_late.is_set():
+                    return
+
+        self._asking = self._asker.submit(ask)
         try:
-            return asking.result(ASK_LIMIT_S)
+            self._asking.result(ASK_LIMIT_S)
         except TimeoutError:
-            log.warning("a tier of KV does not answer within %g s: until it does nothing is read", ASK_LIMIT_S)
-            return unknown
+            is_late.set()
+            log.warning("a tier of KV has not said within %g s what it has; the rest is computed", ASK_LIMIT_S)
+        return list(found)
 
     def is_worth(self, num_blocks: int, has_state: bool, num_tokens: int) -> bool:
         """Whether reading so much takes less time than computing so many tokens, as far as both are known."""
@@ -288,11 +292,6 @@ class Spill:
         num_bytes = len(loaded.blocks) * self.block_bytes + (loaded.state is not None) * self.state_bytes
         if num_bytes:
             self._s_per_byte = _mean(self._s_per_byte, seconds / num_bytes)
-
-
-def state_key(key: bytes) -> bytes:
-    """The key of the recurrent state after the block of this key."""
-    return key[:-1] + bytes([key[-1] ^ 1])
 
 
 def _mean(before: float | None, new: float) -> float:

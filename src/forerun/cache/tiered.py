@@ -17,9 +17,9 @@ from time import perf_counter
 from typing import Final, NamedTuple
 
 from forerun.cache.block_pool import BlockPool
-from forerun.cache.lower import chained
+from forerun.cache.lower import chained, state_key
 from forerun.cache.prefix_cache import Node, PrefixCache
-from forerun.cache.spill import Loaded, RecordName, Spill, state_key
+from forerun.cache.spill import Loaded, RecordName, Spill
 from forerun.core import Request
 from forerun.errors import ResourceError
 
@@ -83,22 +83,25 @@ class TieredPrefixes:
 
     def hand_over(self, requests: Sequence[Request]) -> None:
         """See `LowerTiers`."""
-        self.spill.flush()
-        for request in requests:
-            if request.finish_reason is not None and request.error is None and not self._has_prompt(request):
+        ended = [(each, self._keys(each)) for each in requests if each.finish_reason is not None and each.error is None]
+        if not ended:
+            return
+        lacking = set(self.spill.lacking({key for _, keys in ended for key in keys}))
+        for request, keys in ended:
+            if not lacking.isdisjoint(keys):
                 request.error = ResourceError(
                     "the prompt was computed, but no tier of KV took all of its blocks: the disk may be full, or its "
                     "bound (kv_disk_gib) too low"
                 )
 
-    def _has_prompt(self, request: Request) -> bool:
-        """Whether tiers have what others could load of the prompt."""
-        names, key = list[RecordName](), self._cache.top_of(request.adapter, request.cache_salt).key
+    def _keys(self, request: Request) -> list[tuple[bytes, bool]]:
+        """Of the blocks that others could load of the prompt, and whether they need the state after it."""
+        found, key = list[tuple[bytes, bool]](), self._cache.top_of(request.adapter, request.cache_salt).key
         num_blocks = self._cache.last_end(request) // self._cache.block_size
         for tokens in self._cache.full_blocks(request.prompt_token_ids, num_blocks):
             key = chained(key, tokens)
-            names.append(RecordName(key, len(names), tokens))
-        return self.spill.has_all(names, self._cache.states is not None)
+            found.append((key, self._cache.states is not None and len(found) + 1 == num_blocks))
+        return found
 
     def is_reading(self, request: Request) -> bool:
         """See `LowerTiers`."""

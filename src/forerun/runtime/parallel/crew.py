@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Condition, Timer
+from typing import Final
 from weakref import WeakKeyDictionary, finalize
 from zlib import crc32
 
@@ -29,6 +32,7 @@ from forerun.weights.identity import digest_of, stamps_of
 
 CHECKED_EVERY = 64  # passes
 OPEN_LIMIT_S = 120.0  # for a follower to make room for an engine, or to read an adapter
+FLUSH_LIMIT_S: Final = 30.0  # for other ranks to write the blocks of KV that they were given
 _GRACE_S, _NAME_S = 5.0, 2.0  # for a blocked pass to end by itself, and for the watch to say who is lost
 _RECEIVED = -1  # the logits as the leader got them, beside what ranks made
 EXIT_LOST = 1
@@ -60,7 +64,7 @@ class Crew:
         self._chain = 0  # check sum of all messages
         self._digests: dict[int, dict[int, int]] = {}  # by pass, by rank
         self._is_passing = self._ended = False
-        self._awaited: dict[int, Callable[[Sequence[int] | None], None]] = {}  # answers, by number of the question
+        self._awaited: dict[int, tuple[list[Sequence[int]], Future[list[Sequence[int]]]]] = {}  # answers, by question
         self._num_asked = 0
 
     @contextmanager
@@ -139,18 +143,24 @@ class Crew:
         """The followers' pools will be freed; callable from any thread at any time."""
         self._gone.append(RankMessage(Kind.CLOSE, [engine]))
 
-    def ask(self, answered: Callable[[Sequence[int] | None], None]) -> int:
-        """A number for something that every follower will answer to, until `forget_question`.
+    def ask(self, message_of: Callable[[int], RankMessage]) -> tuple[int, Future[list[Sequence[int]]]]:
+        """Tell all followers the message of a number -> the number, and what each of them will have answered.
 
-        `answered` is called once for each of them on another thread, with None when a rank is lost.
+        The latter fails with RankLost if a rank is lost, or all end. What is to be done then runs on another thread.
         """
         self._num_asked += 1
-        self._awaited[self._num_asked] = answered
-        return self._num_asked
+        number, answers = self._num_asked, Future[list[Sequence[int]]]()
+        self._awaited[number] = [], answers
+        try:
+            self.tell(message_of(number))
+        except RankLost as error:
+            self._answer_nobody(error)
+        return number, answers
 
-    def forget_question(self, number: int) -> None:
-        """Nobody waits for answers to it any more."""
-        self._awaited.pop(number, None)
+    def _answer_nobody(self, error: RankLost) -> None:
+        while self._awaited:
+            with suppress(KeyError):  # another thread was faster
+                self._awaited.popitem()[1][1].set_exception(error)
 
     def open_adapter(self, adapter: LoraAdapter) -> None:
         """Have all followers read what this one was read from, until nobody here has it any more.
@@ -211,9 +221,16 @@ class Crew:
                 self._answers[rank] = message.texts
                 self._changed.notify_all()
         elif message.kind == Kind.ANSWER:
-            answered = self._awaited.get(message.numbers[0])
-            if answered is not None:
-                answered(message.numbers[1:])
+            self._answered(message.numbers[0], message.numbers[1:])
+
+    def _answered(self, number: int, answer: Sequence[int]) -> None:
+        awaited = self._awaited.get(number)
+        if awaited is None:
+            return
+        awaited[0].append(answer)
+        is_whole = len(awaited[0]) == self.exchange.layout.num_ranks - 1
+        if is_whole and self._awaited.pop(number, None) is not None:
+            awaited[1].set_result(awaited[0])
 
     def _lost(self, rank: int, why: str) -> None:
         self.fail(f"{self.name_of(rank)} is lost: {why}")
@@ -267,8 +284,7 @@ class Crew:
             worker.kill()  # one that was stopped, too
         self.shards.close()
         self.exchange.abort()
-        for answered in list(self._awaited.values()):
-            answered(None)
+        self._answer_nobody(self.failure)
         for told in list(self.on_failure):
             told(self.failure)
         timer = Timer(_GRACE_S, self._leave)
@@ -283,7 +299,10 @@ class Crew:
             os._exit(EXIT_LOST)
 
     def close(self) -> None:
-        """End all followers; nothing is left of them when this returns. More calls do nothing."""
+        """End all followers; nothing is left of them when this returns. More calls do nothing.
+
+        Those that store blocks have `FLUSH_LIMIT_S` to write what they were given.
+        """
         with self._changed:
             if self._ended:
                 return
@@ -292,13 +311,15 @@ class Crew:
         for link in self._links.values():
             with suppress(LinkClosed):
                 link.send_if_room(RankMessage(Kind.END))
+        until = time.monotonic() + _GRACE_S + (FLUSH_LIMIT_S if self._num_asked else 0.0)
         for worker in self._workers:
             with suppress(subprocess.TimeoutExpired):
-                worker.wait(_GRACE_S)
+                worker.wait(max(0.0, until - time.monotonic()))
             worker.kill()
             worker.wait()
         for link in self._links.values():
             link.close()
+        self._answer_nobody(RankLost("the ranks of this model were closed"))
         self.shards.close()
         if dist.is_initialized():
             dist.destroy_process_group()

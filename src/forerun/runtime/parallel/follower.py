@@ -58,6 +58,7 @@ class Inbox:
         """limit_s: of the leader's silence."""
         self.link = link
         self._rank = rank
+        self._has_ended = False
         self._messages: SimpleQueue[RankMessage] = SimpleQueue()
         self._watch = Watch({LEADER: link}, limit_s, self._arrived, self._lost)
         self._watch.start()
@@ -67,11 +68,12 @@ class Inbox:
         return self._messages.get()
 
     def tell(self, message: RankMessage) -> None:
-        """Answer the leader; a leader that is gone is the watch's to notice."""
+        """Answer the leader, or end without one; who has told all to end hears nothing any more."""
         try:
             self.link.send(message.kind, message.encode())
         except LinkClosed as error:
-            self._lost(LEADER, str(error))
+            if not self._has_ended:
+                self._lost(LEADER, str(error))
 
     def fail(self, error: BaseException) -> NoReturn:
         """Tell the leader why this rank cannot go on, and end."""
@@ -89,15 +91,12 @@ class Inbox:
             sys.stderr.flush()
         os._exit(EXIT_LOST)
 
-    def stop(self) -> None:
-        """The leader has said that all end."""
-        self._watch.stop()
-
     def _arrived(self, rank: int, message: RankMessage) -> None:
         if message.kind == Kind.LOST:
             _print(self._rank, message.texts[0])
             self.leave()
         if message.kind == Kind.END:
+            self._has_ended = True
             self._watch.stop()
         self._messages.put(message)
 

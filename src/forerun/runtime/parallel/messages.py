@@ -55,14 +55,14 @@ class TierCall(IntEnum):
 
     DESCRIBE = 0  # say what their bits depend on: READY
     OPEN = 1  # a folder for them: READY
-    SAVE = 2
-    SAVE_STATE = 3
-    TOUCH = 4  # they were used
+    SAVE = 2  # ANSWER, when that is done, which of them this rank does not have
+    SAVE_STATE = 3  # so, of states
+    TOUCH = 4  # they were used; ANSWER as to SAVE
     READ = 5  # ANSWER says how many blocks there are, and whether the state is
     FILL = 6  # blocks of the pool with what was read
     FILL_STATE = 7
     DROP = 8  # what was read
-    FLUSH = 9  # ANSWER, when all is written, whether tiers have these
+    FLUSH = 9  # ANSWER, when all is written, which of these tiers do not have
 
 
 class RankMessage(NamedTuple):

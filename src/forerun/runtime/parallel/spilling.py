@@ -13,25 +13,27 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from threading import Event, Lock
 from typing import Final
 
 from forerun.cache.boundaries import BoundaryStates
 from forerun.cache.disk import DiskTier
 from forerun.cache.kv_cache import KVCache
+from forerun.cache.lower import state_key
 from forerun.cache.prefix_cache import Node
-from forerun.cache.spill import Loaded, RecordName, Spill, state_key
+from forerun.cache.spill import Loaded, RecordName, Spill
 from forerun.cache.states import RecurrentStates
 from forerun.cache.tiers import Tier
-from forerun.errors import ConfigError
-from forerun.runtime.parallel.crew import OPEN_LIMIT_S, Crew
+from forerun.errors import ConfigError, RankLost
+from forerun.runtime.parallel.crew import FLUSH_LIMIT_S, OPEN_LIMIT_S, Crew
 from forerun.runtime.parallel.exchange import RankLayout
 from forerun.runtime.parallel.messages import NamedBlock, TierCall, TierOrder
 
-FLUSH_LIMIT_S: Final = 30.0  # for other ranks to write what they were given
 NOTHING: Final = Loaded((), (), (), None)
 
 log = logging.getLogger("forerun.cache")
@@ -51,9 +53,9 @@ def about_ranks(crew: Crew, engine: int) -> dict[str, str]:
 
 
 def open_tier(crew: Crew, engine: int, tier: DiskTier, identity: bytes) -> None:
-    """Have all followers open a folder of the same name. Raises ConfigError for a rank that cannot, and RankLost."""
+    """Have all followers open a folder of the same path. Raises ConfigError for a rank that cannot, and RankLost."""
     order = TierOrder(engine, TierCall.OPEN, 0, [tier.max_bytes]).message()
-    crew.tell(order._replace(texts=[str(tier.folder), identity.hex()]))
+    crew.tell(order._replace(texts=[str(tier.folder.expanduser().absolute()), identity.hex()]))
     _answers(crew, OPEN_LIMIT_S)
 
 
@@ -79,58 +81,60 @@ class RankedSpill(Spill):
         """`engine`: whose blocks these are, as followers number it."""
         super().__init__(tiers, kv_cache, states, boundaries)
         self._crew, self._engine = crew, engine
+        self._flushing: Future[list[Sequence[int]]] | None = None
 
     def store(self, nodes: Sequence[Node]) -> None:
-        """See `Spill`."""
-        self._tell(TierCall.SAVE, blocks=[_named(node) for node in nodes])
-        super().store(nodes)
+        """See `Spill`. What another rank does not take is stored again with the next request that has it."""
+        others = self._ask(TierCall.SAVE, blocks=[_named(node) for node in nodes])[1]
+        if self._crew.is_open:  # if not, all ranks have ended, as the next pass will say
+            super().store(nodes)
+            others.add_done_callback(partial(_unsave, nodes, False))
 
     def store_state(self, node: Node) -> None:
-        """See `Spill`."""
-        self._tell(TierCall.SAVE_STATE, blocks=[_named(node)._replace(tokens=(), has_state=False)])
-        super().store_state(node)
+        """See `Spill`, and `store`."""
+        others = self._ask(TierCall.SAVE_STATE, blocks=[_named(node)._replace(tokens=(), has_state=False)])[1]
+        if self._crew.is_open:
+            super().store_state(node)
+            others.add_done_callback(partial(_unsave, [node], True))
 
     def touch(self, nodes: Sequence[Node]) -> None:
-        """See `Spill`. A rank that has lost one of these reads less some day; then it is computed and stored again."""
-        self._tell(TierCall.TOUCH, blocks=[_named(node)._replace(tokens=()) for node in nodes])
-        super().touch(nodes)
+        """See `Spill`, and `store`: a rank may have lost them."""
+        others = self._ask(TierCall.TOUCH, blocks=[_named(node)._replace(tokens=()) for node in nodes])[1]
+        if self._crew.is_open:
+            super().touch(nodes)
+            others.add_done_callback(partial(_unsave, nodes, False))
 
-    def flush(self) -> None:
-        """See `Spill`. Other ranks have `FLUSH_LIMIT_S` for it."""
-        super().flush()
-        self._others_have((), with_state=False)
+    def lacking(self, wanted: Collection[tuple[bytes, bool]]) -> list[tuple[bytes, bool]]:
+        """See `Spill`: what some rank lacks. Others have `FLUSH_LIMIT_S`; who has not answered since then lacks all.
 
-    def has_all(self, names: Sequence[RecordName], with_state: bool) -> bool:
-        """See `Spill`: whether every rank has them."""
-        return super().has_all(names, with_state) and self._others_have(names, with_state)
-
-    def _others_have(self, names: Sequence[RecordName], with_state: bool) -> bool:
-        """Whether other ranks have all of these, when they have written what they were given, within the limit."""
-        answers, all_came = list[bool](), Event()
-
-        def answered(answer: Sequence[int] | None) -> None:  # one at a time
-            answers.append(answer is not None and bool(answer[0]))
-            if answer is None or len(answers) == self._num_followers:
-                all_came.set()
-
-        number = self._crew.ask(answered)
-        self._tell(TierCall.FLUSH, number, [int(with_state)], [NamedBlock(*name) for name in names])
-        have_come = all_came.wait(FLUSH_LIMIT_S)
-        self._crew.forget_question(number)
-        if not have_come:
+        Raises RankLost.
+        """
+        asked = list(wanted)
+        if self._flushing is not None and not self._flushing.done():
+            return asked
+        blocks = [NamedBlock(key, 0, (), has_state=with_state) for key, with_state in asked]
+        self._flushing = self._ask(TierCall.FLUSH, blocks=blocks)[1]
+        own = super().lacking(asked)
+        try:
+            answers = self._flushing.result(FLUSH_LIMIT_S)
+        except TimeoutError:
             log.warning("another rank has not stored its blocks of KV after %g s; requests go on", FLUSH_LIMIT_S)
-        return have_come and all(answers)
+            return asked
+        return own + [asked[index] for answer in answers for index in answer]
 
     def read(self, blocks: Sequence[RecordName], state: RecordName | None) -> Future[Loaded]:
-        """See `Spill`: what every rank has."""
-        reading = AgreedReading(1 + self._num_followers)
-        number = reading.number = self._crew.ask(reading.answered)
+        """See `Spill`: what every rank has, when all have said how much that is."""
         names = [NamedBlock(*name) for name in blocks]
         if state is not None:
             names.append(NamedBlock(state_key(state.key), state.depth, ()))
-        self._tell(TierCall.READ, number, [int(state is not None)], names)
-        super().read(blocks, state).add_done_callback(reading.own)
-        return reading.loaded
+        number, others = self._ask(TierCall.READ, [int(state is not None)], names)
+        loaded = Future[Loaded]()
+
+        def own_is_read(own: Future[Loaded]) -> None:
+            others.add_done_callback(lambda _: loaded.set_result(_common(own, others, number)))
+
+        super().read(blocks, state).add_done_callback(own_is_read)
+        return loaded
 
     def fill(self, blocks: Sequence[int], loaded: Loaded, first: int) -> None:
         """See `Spill`."""
@@ -144,56 +148,41 @@ class RankedSpill(Spill):
 
     def drop(self, loaded: Loaded) -> None:
         """See `Spill`."""
-        self._crew.forget_question(loaded.number)
         self._tell(TierCall.DROP, loaded.number)
 
-    @property
-    def _num_followers(self) -> int:
-        return self._crew.exchange.layout.num_ranks - 1
+    def _tell(self, call: TierCall, number: int, numbers: Sequence[int] = ()) -> None:
+        with suppress(RankLost):  # as the next pass will say
+            self._crew.tell(TierOrder(self._engine, call, number, numbers).message())
 
-    def _tell(
-        self, call: TierCall, number: int = 0, numbers: Sequence[int] = (), blocks: Sequence[NamedBlock] = ()
-    ) -> None:
-        self._crew.tell(TierOrder(self._engine, call, number, numbers, blocks).message())
+    def _ask(
+        self, call: TierCall, numbers: Sequence[int] = (), blocks: Sequence[NamedBlock] = ()
+    ) -> tuple[int, Future[list[Sequence[int]]]]:
+        return self._crew.ask(lambda number: TierOrder(self._engine, call, number, numbers, blocks).message())
 
 
 def _named(node: Node) -> NamedBlock:
     return NamedBlock(node.key, node.depth, node.tokens, node.block, node.has_saved_state)
 
 
-class AgreedReading:
-    """One reading on all ranks, which ends when the last of them has answered."""
+def _unsave(nodes: Sequence[Node], of_states: bool, others: Future[list[Sequence[int]]]) -> None:
+    """Other ranks do not have the nodes of these indices."""
+    for index in chain(*([] if others.exception() else others.result())):
+        if of_states:
+            nodes[index].has_saved_state = False
+        else:
+            nodes[index].saved = -1
 
-    def __init__(self, num_ranks: int) -> None:
-        """`num_ranks`: the leader, too."""
-        self.loaded: Future[Loaded] = Future()
-        self.number = 0
-        self._left = num_ranks
-        self._own = NOTHING
-        self._num_blocks: int | None = None  # that all have who have answered
-        self._has_state = True
-        self._lock = Lock()
 
-    def own(self, read: Future[Loaded]) -> None:
-        """The leader has read."""
-        if read.exception() is None:
-            self._own = read.result()
-        self.answered((len(self._own.blocks), int(self._own.state is not None)))
-
-    def answered(self, answer: Sequence[int] | None) -> None:
-        """A rank has so many blocks and, or not, the state; None: a rank is lost, and nothing comes of it."""
-        with self._lock:
-            if self.loaded.done():
-                return
-            if answer is None:
-                self.loaded.set_result(NOTHING._replace(number=self.number))
-                return
-            num_blocks, has_state = answer
-            self._num_blocks = num_blocks if self._num_blocks is None else min(num_blocks, self._num_blocks)
-            self._has_state &= bool(has_state)
-            self._left -= 1
-            if self._left == 0:
-                self.loaded.set_result(self._own.leading(self._num_blocks, self._has_state, self.number))
+def _common(own: Future[Loaded], others: Future[list[Sequence[int]]], number: int) -> Loaded:
+    """What the leader has read and all others have, too; nothing if a rank is lost."""
+    if own.exception() or others.exception():
+        return NOTHING._replace(number=number)
+    blocks, rows, boundaries, state, _ = own.result()
+    nums_blocks, have_state = zip(*others.result(), strict=True)
+    num = min(len(blocks), *nums_blocks)
+    return Loaded(
+        blocks[:num], [each[:num] for each in rows], boundaries[:num], state if all(have_state) else None, number
+    )
 
 
 # -- on other ranks -------------------------------------------------------------------------------------------------
@@ -212,16 +201,10 @@ class RankTiers:
     def do(self, order: TierOrder) -> None:
         """What the leader has told."""
         number, numbers, nodes = order.number, order.numbers, [self._node(each) for each in order.blocks]
-        names = [RecordName(node.key, node.depth, node.tokens) for node in nodes]
-        if order.call == TierCall.SAVE:
-            self._spill.save(nodes)
-        elif order.call == TierCall.SAVE_STATE:
-            for node in nodes:
-                self._spill.save_state(node)
-        elif order.call == TierCall.TOUCH:
-            self._spill.touch(nodes)
+        if order.call in (TierCall.SAVE, TierCall.SAVE_STATE, TierCall.TOUCH):
+            self._keep(order.call, number, nodes)
         elif order.call == TierCall.READ:
-            self._read(number, bool(numbers[0]), names)
+            self._read(number, bool(numbers[0]), [RecordName(node.key, node.depth, node.tokens) for node in nodes])
         elif order.call == TierCall.FILL:
             self._spill.fill(numbers[1:], self._readings[number].result(), numbers[0])
         elif order.call == TierCall.FILL_STATE:
@@ -229,12 +212,37 @@ class RankTiers:
         elif order.call == TierCall.DROP:
             self._readings.pop(number, None)
         elif order.call == TierCall.FLUSH:
-            self._spill.when_written(lambda: self._answer([number, int(self._spill.has_all(names, bool(numbers[0])))]))
+            self._spill.when_written(
+                lambda: self._say_where(number, [not self._spill.has(node.key, node.has_saved_state) for node in nodes])
+            )
 
     def _node(self, named: NamedBlock) -> Node:
         """By the name it has on this rank: another one's file can never be taken for its own."""
         key = hashlib.sha256(self._own + named.key).digest()
         return Node(named.block, named.tokens, None, key=key, depth=named.depth, has_saved_state=named.has_state)
+
+    def _keep(self, call: TierCall, number: int, nodes: list[Node]) -> None:
+        """Store or touch, then say which of them are not here."""
+
+        def are_missing() -> list[bool]:
+            return [not node.has_saved_state if call == TierCall.SAVE_STATE else node.saved < 0 for node in nodes]
+
+        if call == TierCall.SAVE:
+            self._spill.save(nodes)
+        elif call == TierCall.SAVE_STATE:
+            for node in nodes:
+                self._spill.save_state(node)
+        else:
+            for node in nodes:
+                node.saved = 0
+            self._spill.touch(nodes)
+        if all(are_missing()):  # nothing was begun; and if the folder hangs, questions do not pile up
+            self._say_where(number, are_missing())
+        else:
+            self._spill.when_written(lambda: self._say_where(number, are_missing()))
+
+    def _say_where(self, number: int, are_missing: Sequence[bool]) -> None:
+        self._answer([number, *(index for index, is_missing in enumerate(are_missing) if is_missing)])
 
     def _read(self, number: int, with_state: bool, names: list[RecordName]) -> None:
         """The state's name is the last one, if one is read."""

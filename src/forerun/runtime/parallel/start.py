@@ -12,6 +12,7 @@ import atexit
 import hashlib
 import json
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -24,6 +25,7 @@ from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import Timer
 from typing import NoReturn
 
 import torch
@@ -43,7 +45,7 @@ from forerun.models.decoder import Decoder
 from forerun.models.loader import LoadedModel, load_model, open_checkpoint
 from forerun.models.parts import load_ends
 from forerun.models.stages import StagedDecoder
-from forerun.runtime.parallel.crew import Crew
+from forerun.runtime.parallel.crew import FLUSH_LIMIT_S, Crew
 from forerun.runtime.parallel.exchange import Exchange, RankLayout
 from forerun.runtime.parallel.follower import Inbox, RankFollower, guarded
 from forerun.runtime.parallel.leader import RankedModel
@@ -190,6 +192,14 @@ def follow(rank: int, store: Store, start_s: float, own: EngineConfig | None) ->
 
     guarded(work, inbox, limit_s)
     dist.destroy_process_group()
+    leave(FLUSH_LIMIT_S)
+
+
+def leave(limit_s: float) -> NoReturn:
+    """Exit when other threads have written what they were given, or after so long: a folder may hang."""
+    timer = Timer(limit_s, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
     sys.exit(0)
 
 
