@@ -253,7 +253,7 @@ def _restore(policy: AdaptivePolicy, kept: Mapping[str, Any]) -> None:
     tallies = {name: _table(kept[name], Tally) for name in _TALLIES}
     usual_output = _number(kept["usual_output"])
     steps = {
-        (bool(drafts), int(rows)): Mean(mean.value / passes(rows), int(mean.num))
+        (bool(drafts), int(rows)): Mean(mean.value / passes(rows))  # until one is measured
         for (drafts, rows), mean in slowness.items()
         if rows in passes.points
     }

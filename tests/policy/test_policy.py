@@ -11,7 +11,7 @@ import torch
 
 from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Asked, DraftCall
-from forerun.policy.costs import CallCosts, Costs, PassCosts
+from forerun.policy.costs import CallCosts, Costs, Mean, PassCosts
 from forerun.policy.policy import AdaptivePolicy, FixedPolicy, Outcome, StepResult, StepSeconds
 from forerun.speculation.draft import Draft, PendingDrafts
 from forerun.speculation.tree import ROOT
@@ -105,6 +105,25 @@ def test_what_never_pays_costs_next_to_nothing() -> None:
     spent = [step(made, [one], 0, draft_s=0.3)[0] for _ in range(1000)]
     assert max(spent) > FLAT(1), "it is tried again now and then"
     assert sum(spent) < 1.02 * 1000 * FLAT(1)
+
+
+def test_a_plain_step_believed_too_slow_is_measured_again() -> None:
+    """Drafts that lose look like a gain beside it, and while every step drafts nothing would correct it."""
+    made, one = policy(), request()
+    made.costs.slowness[False, 1] = Mean(30.0, 8)  # the machine was busy
+    made.costs._most_like.clear()
+    assert sizes(made, Draft(one, 16))[0] > 8, "it seems to pay"
+    for _ in range(200):
+        step(made, [one], 0, draft_s=0.3)
+    assert made.plain_step_s(1) < 3.0
+    spent = [step(made, [one], 0, draft_s=0.3)[0] for _ in range(1000)]
+    assert sum(spent) < 1.02 * 1000 * FLAT(1)
+
+
+def test_plain_steps_grow_rare_while_drafts_pay() -> None:
+    made, one = policy(), request()
+    plain = [number for number in range(500) if step(made, [one], 15)[1] == 0]
+    assert 6 <= len(plain) <= 8 and plain[-1] - plain[-2] == 129
 
 
 def test_a_member_that_has_become_good_is_found_again() -> None:

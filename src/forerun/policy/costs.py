@@ -17,7 +17,8 @@ from typing import Final
 
 # Single measurements are up to 4 times too high where something else ran on the machine, hardly ever too low, and the
 # first of a kind are slow (mini: 3.7 ms where 2 are usual). So a jump is cut, the least of the first 4 counts, and
-# means fall faster than they rise (docs/log.md, seventh sitting).
+# means fall faster than they rise (docs/log.md, seventh sitting); what was believed is wrong where a measurement is so
+# much lower.
 MAX_JUMP: Final = 4.0
 SETTLING: Final = 4
 RISE, FALL = 0.1, 0.3
@@ -35,7 +36,7 @@ class Mean:
         """One more measurement."""
         if self.num == 0:
             self.value = seen
-        elif self.num < SETTLING:
+        elif self.num < SETTLING or seen * MAX_JUMP < self.value:
             self.value = min(self.value, seen)
         else:
             seen = min(seen, MAX_JUMP * self.value)

@@ -26,6 +26,9 @@ MOST: Final = 32.0  # and later at once, after any gain: with 64 the same
 # Steps over which reading a prompt for drafts is paid, and most steps of a rest: 0.964 and 1.003 (mini, 1b-int4); half
 # as many 0.965 and 1.000, twice as many 0.970 and 1.003.
 SPREAD: Final = 32
+# Steps that draft between two plain ones: at first, and, doubled each time, at most. Without plain steps one that is
+# believed to take 28 ms where 0.7 are usual (the machine was busy) let drafts of mini lose for ever.
+PLAIN_AFTER, PLAIN_EVERY = 4, 128
 
 
 @dataclass(slots=True)
@@ -34,6 +37,13 @@ class Exploration:
 
     balance: float = FIRST
     _owed: float = 0.0  # for reading
+    _plain_every: int = PLAIN_AFTER
+    _until_plain: int = PLAIN_AFTER  # steps that draft
+
+    @property
+    def wants_plain(self) -> bool:
+        """Whether it is time for a plain step: what gains are compared with is measured again."""
+        return self._until_plain <= 0
 
     @property
     def may_draft(self) -> bool:
@@ -46,6 +56,10 @@ class Exploration:
 
     def book(self, spent: float, reading: float, num_tokens: int, drafted: bool) -> None:
         """A step gave `num_tokens`; plain ones would have given `spent` in its time, `reading` in that of reading."""
+        if drafted:
+            self._until_plain -= 1
+        elif self.wants_plain:
+            self._plain_every = self._until_plain = min(2 * self._plain_every, PLAIN_EVERY)
         self._owed += reading
         paid = self._owed / SPREAD
         self._owed -= paid

@@ -148,9 +148,10 @@ class AdaptivePolicy:
     # -- queries ------------------------------------------------------------------------------------------------
 
     def plan(self, requests: Sequence[Request]) -> StepPlan:
-        """Nobody drafts while the policy rests, drafts have lost too much, or what a plain step takes is not known."""
+        """Nobody drafts while the policy rests, drafts have lost too much, or a plain step is to be measured."""
         rests = self._rest_left > 0 and all(request.num_output > 0 for request in requests)
-        is_open = not rests and self.exploration.may_draft and self.costs.knows_plain
+        knows_plain = self.costs.knows_plain and not self.exploration.wants_plain
+        is_open = not rests and self.exploration.may_draft and knows_plain
         return self._plan(max(len(requests), 1), is_open)
 
     def _plan(self, num_requests: int, is_open: bool) -> AdaptivePlan:
@@ -203,14 +204,15 @@ class AdaptivePolicy:
         reading_s = sum(map(self._learn_call, result.calls, calls_s))
         spent_s = rest_s + sum(calls_s) - reading_s
         self.speedup.add(max(spent_s / plain_s, 1.0), num_tokens / num, MEMORY)  # no step is quicker than a plain one
-        plain_speed = num / plain_s
+        plain_speed, only_measured = num / plain_s, self.exploration.wants_plain and not result.calls
         self.exploration.book(spent_s * plain_speed, reading_s * plain_speed, num_tokens, bool(result.calls))
         for request, draft, tokens in result.outcomes:
             for proposal in draft.proposals if tokens else ():
                 self._learned(request).learn(request, proposal, tokens)
             if request.finish_reason is not None:
                 self.usual_output += RISE * (request.num_output - self.usual_output)
-        self._settle(result)
+        if not only_measured:
+            self._settle(result)
 
     def _learned(self, request: Request) -> Acceptance:
         """What takes in how the request fares; that of a new adapter begins with what is known without one."""
