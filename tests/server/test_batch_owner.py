@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
+import io
+import json
 import os
 from collections.abc import Callable
 from errno import ENOLCK, ENOSYS
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
 
 from forerun.errors import ConfigError
-from forerun.server.batch_jobs import BatchJobs
+from forerun.server import batch_jobs
+from forerun.server.batch_jobs import BatchJob, BatchJobs
 from forerun.server.batch_owner import BatchOwner
 from forerun.server.batches import BatchServer
 from forerun.server.stored_files import FileStore
-from tests.server.test_batches import answering
+from tests.server.test_batches import CHAT, answering, chat_row
+
+ROW_S = 0.01  # for an answer
 
 
 def jobs(folder: Path, deployment: str | None) -> BatchJobs:
-    app, _ = answering(200)
-    server = BatchServer(app, lambda: True)
-    return BatchJobs(folder / "batches", FileStore(folder / "files", 1000), server, lambda: 1, 1000, 1.0, deployment)
+    app, sent = answering(200)
+
+    async def slow_app(*given: Any) -> None:
+        await asyncio.sleep(ROW_S)
+        await app(*given)
+
+    files = FileStore(folder / "files", 1 << 20)
+    made = BatchJobs(folder / "batches", files, BatchServer(slow_app, lambda: True), lambda: 4, 1000, 1.0, deployment)
+    made.sent = sent  # type: ignore[attr-defined]
+    return made
+
+
+def started(by: BatchJobs, num_rows: int) -> BatchJob:
+    given = "".join(json.dumps(chat_row(f"c{i}", "Hello")) + "\n" for i in range(num_rows)).encode()
+    kept = by._files.add(io.BytesIO(given), len(given), "in.jsonl", "batch", "")
+    return by.create(CHAT, kept.id, None)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():
+            await asyncio.sleep(ROW_S / 4)
 
 
 def test_one_process_of_a_deployment_is_the_owner(tmp_path: Path) -> None:
@@ -39,6 +65,34 @@ def test_an_owner_whose_lock_another_one_got_knows_it(tmp_path: Path) -> None:
     assert one.take()
     (tmp_path / "in-use.lock").unlink()
     assert other.take() and other.is_still() and not one.is_still()
+
+
+@pytest.mark.parametrize("num_left", [120, 24])
+def test_no_row_is_answered_twice_when_the_lock_goes_to_another_one(
+    num_left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that had it looks for its name every SAVE_S only; with few rows left the batch is over before."""
+    monkeypatch.setattr(batch_jobs, "LOOK_S", 0.01)
+
+    async def lose() -> None:
+        one, other = (jobs(tmp_path, "chat") for _ in range(2))
+        made, num_rows = started(one, 40 + num_left), 40 + num_left
+        running = [asyncio.create_task(each.run()) for each in (one, other)]
+        await until(lambda: one._jobs[made.id].completed >= 40)
+        (tmp_path / "in-use.lock").unlink()
+        await until(lambda: other.get(made.id).status == "completed")
+        await until(lambda: one._running is None)
+        said = other.get(made.id)
+        lines = other._files.path(said.output_id).read_bytes().splitlines()
+        assert sorted(json.loads(line)["custom_id"] for line in lines) == sorted(f"c{i}" for i in range(num_rows))
+        assert (said.completed, said.failed, said.total) == (num_rows, 0, num_rows)
+        assert len(one.sent) + len(other.sent) > num_rows + 8  # type: ignore[attr-defined] # both were at work
+        for each in (one, other):
+            each.close()
+        await asyncio.gather(*running)
+        assert not list((tmp_path / "files").glob("*.new"))
+
+    asyncio.run(lose())
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
+from uuid import uuid4
 
 from forerun.errors import ConfigError, DataError, ResourceError
 from forerun.server.batches import BadRow, BatchRow, Shard, read_row
@@ -131,10 +133,11 @@ class AnswerFile:
         self.num_new = 0
         self._file: FileIO | None = None
 
-    def resume(self) -> None:
+    def resume(self, check: Callable[[], None] | None = None) -> None:
         """Read what is there, and cut off a last line that was not written to its end.
 
-        Raises DataError if it is no file of answers.
+        With `check`, which raises if this process may not write, a copy takes the file's place: a process that had the
+        file open adds nothing to it any more. Raises DataError if it is no file of answers.
         """
         if not self.path.exists():
             return
@@ -148,7 +151,24 @@ class AnswerFile:
                     break
                 end += len(line)
                 self.ids.add(answer_id)
-            file.truncate(end)
+            if check is None:
+                file.truncate(end)
+        if check is not None:
+            self._replace(end, check)
+
+    def _replace(self, size: int, check: Callable[[], None]) -> None:
+        """Put a copy of the file's first bytes in its place."""
+        fresh = self.path.with_name(f"{uuid4().hex}.new")
+        try:
+            with self.path.open("rb") as file, fresh.open("wb") as copy:
+                shutil.copyfileobj(file, copy)
+                copy.truncate(size)
+                copy.flush()
+                os.fsync(copy.fileno())
+            check()
+            fresh.replace(self.path)
+        finally:
+            fresh.unlink(missing_ok=True)
 
     def forget(self) -> None:
         """Delete the file: its rows are done again."""

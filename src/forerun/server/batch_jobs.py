@@ -327,10 +327,11 @@ class BatchJobs:
 
         def write(succeeded: bool, answer: dict[str, Any]) -> None:
             nonlocal saved_s
-            is_due = time.monotonic() - saved_s > SAVE_S
-            if is_due:  # before a line is added to files that another process may be writing
+            file = answers if succeeded else errors
+            is_due = file.num_new == 0 or time.monotonic() - saved_s > SAVE_S
+            if is_due:  # before a file is opened that may be another owner's copy already
                 self._check_owner()
-            (answers if succeeded else errors).write(answer)
+            file.write(answer)
             job.completed, job.failed = job.completed + succeeded, job.failed + (not succeeded)
             if is_due:
                 self._keep(job)
@@ -347,8 +348,8 @@ class BatchJobs:
         return None if self._closing else "completed"
 
     def _read(self, job: BatchJob, answers: AnswerFile, errors: AnswerFile, stops: Stops) -> BatchInput:
-        answers.resume()
-        errors.resume()
+        for file in (answers, errors):  # one who had lost the lock may write for SAVE_S: not to what is read here
+            file.resume(self._check_owner if self._owner.is_shared else None)
         done, path = answers.ids | errors.ids, self._files.path(job.input_file_id)
         is_over = stops.soon.is_set
         return BatchInput.scan(path, self._max_row_bytes, Shard(), done, job.endpoint, MAX_ROWS, is_over)
