@@ -8,7 +8,7 @@ import io
 import json
 import os
 from collections.abc import Callable
-from errno import ENOLCK, ENOSYS
+from errno import ENOLCK, ENOSYS, ESTALE
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from forerun.server import batch_jobs
 from forerun.server.batch_jobs import BatchJob, BatchJobs
 from forerun.server.batch_owner import BatchOwner
 from forerun.server.batches import BatchServer
+from forerun.server.errors import ApiError
 from forerun.server.stored_files import FileStore
 from tests.server.test_batches import CHAT, answering, chat_row
 
@@ -93,6 +94,32 @@ def test_no_row_is_answered_twice_when_the_lock_goes_to_another_one(
         assert not list((tmp_path / "files").glob("*.new"))
 
     asyncio.run(lose())
+
+
+def test_a_cancel_is_not_lost_when_the_folder_fails_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_jobs, "LOOK_S", 0.05)
+
+    async def cancel() -> None:
+        owner = jobs(tmp_path, "chat")
+        made = started(owner, 400)
+        running = asyncio.create_task(owner.run())
+        await until(lambda: owner._jobs[made.id].completed > 0)
+        is_still, failures = owner._owner.is_still, [OSError(ESTALE, "Stale file handle")]
+
+        def fails_once() -> bool:
+            if failures:
+                raise failures.pop()
+            return is_still()
+
+        monkeypatch.setattr(owner._owner, "is_still", fails_once)
+        with pytest.raises(ApiError, match="cannot be read"):
+            owner.cancel(made.id)
+        await until(lambda: owner.get(made.id).status == "cancelled")
+        assert 0 < owner.get(made.id).completed < 400
+        owner.close()
+        await running
+
+    asyncio.run(cancel())
 
 
 @pytest.mark.parametrize(

@@ -169,22 +169,26 @@ class BatchJobs:
                 raise ValueError(f"it is that of {job.id}")
             self._jobs[batch_id] = job
         if job.status in OPEN:
+            asked_s = None
             with suppress(FileNotFoundError):
-                self._cancel(job, int(path.with_suffix(".cancel").stat().st_mtime))
+                asked_s = int(path.with_suffix(".cancel").stat().st_mtime)
+            if asked_s is not None:
+                self._cancel(job, asked_s)
         return job
 
     def _cancel(self, job: BatchJob, asked_s: int) -> None:
         """A client asks for its end: the owner begins no further row."""
-        has_begun, is_new = job.status != "validating", job.status != "cancelling"
+        is_owner = self._owner.is_still()  # where this raises, nothing has changed, and the next look tries again
+        was, running = job.status, self._running if self._running and self._running.id == job.id else None
         job.status, job.times["cancelling"] = "cancelling", asked_s
-        if not is_new or not self._owner.is_still():
+        if running is not None:
+            running.stops.soon.set()
+        if was == "cancelling" or not is_owner:
             return
-        if self._running is not None and self._running.id == job.id:
-            self._running.stops.soon.set()
-        elif not has_begun:
+        if was == "validating" and running is None:
             self._end(job, "cancelled")
-            return
-        self._keep(job)
+        else:
+            self._keep(job)
 
     # -- what clients ask ---------------------------------------------------------------------------------------
 

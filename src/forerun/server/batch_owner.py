@@ -4,7 +4,8 @@ Knows: locks, and two small files in the folder. Does not know: batches.
 
 `used-by` names the one server or deployment whose folder it is. Of a deployment's processes one is the owner: it holds
 a lock, which the system takes back when it ends. The system of a network may also take it from a process that lives, if
-that one cannot be reached for a while; so the owner writes its name into `owner`, and looks there before it writes a state.
+that one cannot be reached for a while; so the owner writes its name into `owner`, and looks there before it writes a
+state.
 """
 
 from __future__ import annotations
