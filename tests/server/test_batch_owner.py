@@ -8,7 +8,7 @@ import io
 import json
 import os
 from collections.abc import Callable
-from errno import ENOLCK, ENOSYS, ESTALE
+from errno import EIO, ENOLCK, ENOSYS, ESTALE
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,32 @@ def test_an_owner_whose_lock_another_one_got_knows_it(tmp_path: Path) -> None:
     assert other.take() and other.is_still() and not one.is_still()
 
 
+def test_a_lock_that_could_not_be_given_back_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the system no longer knows it; the next `take` asks for a new one."""
+    one, other = (BatchOwner(tmp_path, "chat") for _ in range(2))
+    assert one.take()
+    unlocking = fcntl.flock
+
+    def flock(file: int, operation: int) -> None:
+        if operation == fcntl.LOCK_UN:
+            raise OSError(EIO, "Input/output error")
+        unlocking(file, operation)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", flock)
+        one.let_go()
+        assert not one.holds and not other.take()
+        with pytest.raises(OSError, match="Input/output"):
+            one.take()
+        assert not one.holds and not one.is_still()
+    assert one.take() and one.is_still() and not other.take()
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", flock)
+        one.let_go()
+    (tmp_path / "in-use.lock").unlink()  # the system gives it to another one
+    assert other.take() and not one.take() and other.is_still()
+
+
 @pytest.mark.parametrize("num_left", [120, 24])
 def test_no_row_is_answered_twice_when_the_lock_goes_to_another_one(
     num_left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -120,6 +146,38 @@ def test_a_cancel_is_not_lost_when_the_folder_fails_once(tmp_path: Path, monkeyp
         await running
 
     asyncio.run(cancel())
+
+
+def test_a_lock_that_is_lost_at_any_time_ends_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here between two looks of one cancel: the next look is the other owner's, or one's own with a lock again."""
+    monkeypatch.setattr(batch_jobs, "LOOK_S", 0.01)
+    monkeypatch.setattr(batch_jobs, "TRY_AGAIN_S", 0.01)
+
+    async def lose() -> None:
+        owner = jobs(tmp_path, "chat")
+        cancelled = started(owner, 4)
+        (tmp_path / "batches" / f"{cancelled.id}.cancel").touch()
+        is_still, answers = owner._owner.is_still, [True, False]
+        monkeypatch.setattr(owner._owner, "is_still", lambda: answers.pop(0) if answers else is_still())
+        running = asyncio.create_task(owner.run())
+        kept = tmp_path / "batches" / f"{cancelled.id}.json"
+        await until(lambda: '"cancelled"' in kept.read_text() or running.done())
+        assert not running.done() and not answers
+        answered = started(owner, 4)
+        await until(lambda: owner.get(answered.id).status == "completed")
+        owner.close()
+        await running
+
+    asyncio.run(lose())
+    assert "another process answers" in str([vars(record).get("why") for record in caplog.records])
+
+
+def test_a_mark_that_is_no_text_is_somebody_elses(tmp_path: Path) -> None:
+    (tmp_path / "used-by").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="delete .*used-by"):
+        jobs(tmp_path, "chat")
 
 
 @pytest.mark.parametrize(

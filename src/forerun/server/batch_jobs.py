@@ -38,7 +38,7 @@ TRY_AGAIN_S: Final = 30.0  # after a disk was full, or the engine failed
 SAVE_S: Final = 1.0  # between two savings of a batch's counts
 LOOK_S: Final = 1.0  # between two looks at what other processes have written
 LEFT_S: Final = 3600.0  # since bytes of no file were written, where another process may be writing them
-FAULTS: Final = (OSError, ValueError)  # of a file in which something is wrong
+FAULTS: Final = (OSError, ValueError, UnavailableError)  # of a damaged file, a folder that fails, a lock that was lost
 _ID: Final = re.compile(r"batch_[0-9a-f]{24}")
 TIMES: Final = ("in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled")  # states with a time
 log = logging.getLogger("forerun.server")
@@ -276,7 +276,7 @@ class BatchJobs:
         """See which ends other processes ask for."""
         while self._owner.is_shared:
             await asyncio.sleep(LOOK_S)
-            with suppress(OSError):
+            with suppress(*FAULTS):
                 self._refresh()
 
     async def _try(self, job: BatchJob) -> bool:

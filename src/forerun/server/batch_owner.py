@@ -42,7 +42,7 @@ class BatchOwner:
             with lock:
                 if isinstance(lock, SoftFileLock) and self.is_shared:  # what filelock falls back to
                     raise OSError("its file system has no locks that end with a process")
-                found = mark.read_text("utf-8") if mark.exists() else ""
+                found = mark.read_text("utf-8", "replace") if mark.exists() else ""
                 if not found:  # or a process ended while it wrote
                     mark.write_text(user, "utf-8")
         except (Timeout, NotImplementedError) as error:
@@ -56,6 +56,7 @@ class BatchOwner:
     def take(self) -> bool:
         """Become the owner; False if another process is. Raises OSError if nothing can be written there."""
         try:
+            self._lock.release(force=True)  # where `let_go` could not: what it left is no lock that the system knows
             self._lock.acquire(blocking=False)
         except Timeout:
             return False
@@ -70,7 +71,7 @@ class BatchOwner:
 
     def is_still(self) -> bool:
         """Whether this process is the owner, and no other has become it meanwhile."""
-        return self.holds and (not self.is_shared or self._file.read_text("utf-8") == self._name)
+        return self.holds and (not self.is_shared or self._file.read_bytes() == self._name.encode())
 
     def let_go(self) -> None:
         """Be the owner no more."""
