@@ -174,6 +174,25 @@ def test_a_lock_that_is_lost_at_any_time_ends_no_process(
     assert "another process answers" in str([vars(record).get("why") for record in caplog.records])
 
 
+def test_a_batch_whose_files_fail_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_jobs, "TRY_AGAIN_S", 0.05)
+
+    async def answer() -> None:
+        owner = jobs(tmp_path, None)
+        failing, *others = (started(owner, 2) for _ in range(3))
+        output = owner._files.path(failing.output_id)
+        output.mkdir()  # no file: an OSError
+        running = asyncio.create_task(owner.run())
+        await until(lambda: all(owner.get(each.id).status == "completed" for each in others))
+        assert owner.get(failing.id).status == "validating"
+        output.rmdir()
+        await until(lambda: owner.get(failing.id).status == "completed")
+        owner.close()
+        await running
+
+    asyncio.run(answer())
+
+
 def test_a_mark_that_is_no_text_is_somebody_elses(tmp_path: Path) -> None:
     (tmp_path / "used-by").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="delete .*used-by"):

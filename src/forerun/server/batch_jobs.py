@@ -109,6 +109,7 @@ class BatchJobs:
         self._num_at_once, self._max_row_bytes, self._drain_s = num_at_once, max_row_bytes, drain_s
         self._jobs: dict[str, BatchJob] = {}
         self._damaged: set[str] = set()  # ids of those whose states cannot be read
+        self._waited_s: dict[str, float] = {}  # when batches began to wait: others come first, then the longest
         self._running: _Run | None = None
         self._wake = asyncio.Event()
         self._closing = False
@@ -243,7 +244,7 @@ class BatchJobs:
     # -- answering ----------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Answer batches, the oldest first, until `close`, once no other process does."""
+        """Answer batches until `close`, once no other process does: the oldest first, those that had to wait last."""
         try:
             while not self._closing:
                 self._wake.clear()
@@ -266,7 +267,8 @@ class BatchJobs:
         if not self._own():
             return None
         self._refresh()
-        return min([job for job in self._jobs.values() if job.status in OPEN], key=_age, default=None)
+        left = [job for job in self._jobs.values() if job.status in OPEN]
+        return min(left, key=lambda job: (self._waited_s.get(job.id, 0.0), _age(job)), default=None)
 
     async def _wait(self, longest_s: float | None) -> None:
         with suppress(TimeoutError):
@@ -296,6 +298,7 @@ class BatchJobs:
             return True
         except (UnavailableError, ResourceError, OSError) as error:
             log.warning("a batch waits", extra={"batch": job.id, "why": str(error)})
+            self._waited_s[job.id] = time.monotonic()
             return False
         except Exception:
             log.exception("a batch failed", extra={"batch": job.id})
