@@ -125,8 +125,22 @@ def test_replicas_that_read_prompts_have_pods_and_the_shared_folder(
                 {"num_cpus": 6},
                 {"num_gpus": 1},
                 {"num_cpus": 6, "num_gpus": 1, "threads": 2},
+                {},
+                {"num_cpus": 0, "num_gpus": 1},
             )
         ],
+        (
+            {
+                **RAY,
+                "resources": {"cpu": 1},
+                "ray": {
+                    "version": "2.60.0",
+                    "sharedClaim": "many",
+                    "config": {"prefill": {"resources": {"num_cpus": 0}}},
+                },
+            },
+            "prefill.resources must be left out",
+        ),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(values: dict[str, Any], words: str) -> None:
