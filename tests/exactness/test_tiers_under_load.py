@@ -13,8 +13,11 @@ import pytest
 
 from forerun import LLM, SamplingParams, block_identity
 from forerun.assemble import assemble
+from forerun.cache import spill as spilled
+from forerun.cache.disk import DiskTier
 from forerun.cache.lower import state_key
 from forerun.cache.spill import RecordName
+from forerun.cache.tiers import HostTier
 from forerun.engine.engine import Engine
 from forerun.errors import ConfigError
 from tests.exactness.test_tiers import PREFIX, asked, cached, engine, nodes, tiers
@@ -98,7 +101,7 @@ def test_a_folder_that_does_not_answer_has_nothing(
         spill._asking.result(1)  # nobody looks for more
 
 
-def test_who_has_ended_is_asked_for_once(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_ended_is_asked_for_together(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nobody is while all run: on several ranks each question goes to all of them."""
     groups = asked(2, lengths=(30, 14))
     running = [harness.fresh(group).samples[0].request for group in groups]
@@ -114,7 +117,7 @@ def test_who_has_ended_is_asked_for_once(checkpoint: Path, tmp_path: Path, monke
     lower.hand_over(running)
     assert not wanted
     lower.hand_over(requests)
-    assert len(wanted) == 1 and wanted[0] == {key for each in requests for key in lower._keys(each)}
+    assert wanted == [{key for each in requests for key in lower._keys(each)}] * 2, "once more, since that did not help"
     assert any(request.error is not None for request in requests)
 
 
@@ -189,3 +192,53 @@ def test_a_state_that_the_disk_lost_is_written_again(tmp_path: Path) -> None:
     ask()  # it notices
     ask()
     assert file.exists()
+
+
+def test_what_could_not_wait_or_was_lost_is_handed_over_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks and the state after them, as many at a time as may wait to be written."""
+    (folder := tmp_path / "model").mkdir()
+    path = factory.make_checkpoint("lfm2", folder)
+    llm = LLM(str(path), max_num_seqs=3, block_size=4, threads=1, kv_disk=str(tmp_path / "kv"))
+    lower = tiers(llm.engine)
+    monkeypatch.setattr(spilled, "MAX_UNWRITTEN", 2 * lower.spill.block_bytes + lower.spill.state_bytes)
+    group = harness.request(0, PREFIX[:21], SamplingParams(max_tokens=1, ignore_eos=True), 64)
+    harness.run(llm.engine, [group])
+    request = group.samples[0].request
+    wanted = lower._keys(request)
+    assert len(wanted) == 5 and lower.spill.lacking(wanted)
+    lower.hand_over([request])
+    assert request.error is None and not lower.spill.lacking(wanted)
+    for file in (tmp_path / "kv").rglob("*.kv"):
+        file.unlink()
+    lower.hand_over([request])
+    assert request.error is None and not lower.spill.lacking(wanted)
+    pool = llm.engine.scheduler.pool
+    assert pool.allocate(pool.num_available) is not None, "evicts all"
+    for file in (tmp_path / "kv").rglob("*.kv"):
+        file.unlink()
+    lower.hand_over([request])
+    assert "have only 0 of its 5 blocks" in str(request.error)
+
+
+def test_memory_in_front_of_the_disk_does_not_stand_for_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the disk did not take is given to it again, for others at once, else when it is used after a while."""
+    [group, *_] = asked(1, lengths=(30,))
+    lower, put = tiers(made := engine(checkpoint, tmp_path)), DiskTier.put
+    lower.spill.tiers = [HostTier(1 << 20, pinned=False), disk := lower.spill.tiers[0]]
+    monkeypatch.setattr(DiskTier, "put", lambda *given: False)
+    harness.run(made, [group])
+    request = group.samples[0].request
+    wanted = lower._keys(request)
+    lower.hand_over([request])
+    assert "have only 0 of its" in str(request.error)
+    assert all(lower.spill.has(key) and not disk.has(key) for key, _ in wanted)
+    monkeypatch.setattr(DiskTier, "put", put)
+    monkeypatch.setattr(spilled, "TOUCH_S", 0.0)
+    for _ in range(2):  # the first one notices
+        harness.run(made, [harness.fresh(group)])
+        lower.spill.flush()
+    assert all(disk.has(key) for key, _ in wanted)

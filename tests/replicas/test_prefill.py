@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from fastapi.testclient import TestClient
 
+from forerun.cache import spill
 from forerun.cache.disk import DiskTier
 from forerun.core import SamplingParams
 from forerun.replicas import fleet as fleets
@@ -197,6 +198,14 @@ def test_a_prompt_that_the_folder_did_not_take_is_not_stored(
         assert choices(client, given) == choices(alone, given)
         assert outcomes(client) == {"failed": 1}
     assert len(apart.reading.orders) == 1
+
+
+def test_a_step_that_fills_more_blocks_than_may_wait_stores_all(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    lower: Any = apart.reading.replicas["p0"]._llm.engine.scheduler.prefix_cache.lower  # type: ignore[union-attr]
+    monkeypatch.setattr(spill, "MAX_UNWRITTEN", lower.spill.block_bytes)
+    with apart.client() as client:
+        client.post(TEXT, json=asked(prompt=f"More than may wait. {LONG}"))
+        assert outcomes(client) == {"stored": 1}
 
 
 def test_prefill_replicas_that_do_not_manage_rest(apart: Apart, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,9 +31,9 @@ class LowerTiers(Protocol):
         """Begin to store the recurrent state after this block."""
 
     def hand_over(self, requests: Sequence[Request]) -> None:
-        """If some of the requests have ended, return when all that was given to `save` is stored, or has failed to be.
+        """If some of the requests have ended, return when their prompts are stored where others reach them.
 
-        Those of them with blocks of their prompts in no tier get an error.
+        What is not there is stored once more. Those with blocks that are still not there get an error.
         """
 
     def is_reading(self, request: Request) -> bool:

@@ -199,8 +199,8 @@ class Spill:
         self.lacking(())
 
     def lacking(self, wanted: Collection[tuple[bytes, bool]]) -> list[tuple[bytes, bool]]:
-        """After `flush`: blocks that tiers lack among those of these keys, or, where it says so, the state after it."""
-        return self.when_written(lambda: [each for each in wanted if not self.has(*each)]).result()
+        """After `flush`: those of these for which `is_stored` is false."""
+        return self.when_written(lambda: [each for each in wanted if not self.is_stored(*each)]).result()
 
     def when_written(self, then: Callable[[], T]) -> Future[T]:
         """Have the writing thread do this after all that was saved until now."""
@@ -208,9 +208,13 @@ class Spill:
 
     # -- back ---------------------------------------------------------------------------------------------------
 
-    def has(self, key: bytes, with_state: bool = False) -> bool:
-        """Whether some tier has the record, and the state after the block if that is wanted."""
-        return any(tier.has(key) for tier in self.tiers) and (not with_state or self.has(state_key(key)))
+    def has(self, key: bytes) -> bool:
+        """Whether some tier has the record."""
+        return any(tier.has(key) for tier in self.tiers)
+
+    def is_stored(self, key: bytes, with_state: bool = False) -> bool:
+        """Whether the last tier, the one that others may reach, has the record, and the state after it if wanted."""
+        return self.tiers[-1].has(key) and (not with_state or self.is_stored(state_key(key)))
 
     def leading(self, names: Iterable[RecordName]) -> list[RecordName]:
         """Those in the beginning that some tier has."""
@@ -346,12 +350,10 @@ def _bytes_of(tensor: Tensor) -> Bytes:
 
 def _touch(tiers: Sequence[Tier], nodes: Sequence[Node]) -> None:
     for node in nodes:
-        found = [tier.touch(node.key, node.depth) for tier in tiers]  # every one of them
-        if not any(found):
-            node.saved = -1  # evicted there while it was in use here: it is stored again
+        if not [tier.touch(node.key, node.depth) for tier in tiers][-1]:  # every one of them
+            node.saved = -1  # evicted there while it was in use here, or never taken: it is stored again
         if node.has_saved_state:
-            found = [tier.touch(state_key(node.key), node.depth) for tier in tiers]
-            node.has_saved_state = any(found)
+            node.has_saved_state = [tier.touch(state_key(node.key), node.depth) for tier in tiers][-1]
 
 
 def _read(

@@ -86,13 +86,30 @@ class TieredPrefixes:
         ended = [(each, self._keys(each)) for each in requests if each.finish_reason is not None and each.error is None]
         if not ended:
             return
-        lacking = set(self.spill.lacking({key for _, keys in ended for key in keys}))
+        wanted = {key for _, keys in ended for key in keys}
+        lacking, num_before = set(self.spill.lacking(wanted)), len(wanted) + 1
+        while 0 < len(lacking) < num_before:  # as long as that helps: not all of them may wait to be written at once
+            num_before = len(lacking)
+            self._store_again([request for request, _ in ended], lacking)
+            lacking = set(self.spill.lacking(wanted))
         for request, keys in ended:
-            if not lacking.isdisjoint(keys):
+            if num := len(lacking.intersection(keys)):
                 request.error = ResourceError(
-                    "the prompt was computed, but no tier of KV took all of its blocks: the disk may be full, or its "
-                    "bound (kv_disk_gib) too low"
+                    f"the prompt was computed, but the folder of kv_disk was found to have only {len(keys) - num} of "
+                    f"its {len(keys)} blocks: look for errors of the disk in the log; without any, raise kv_disk_gib"
                 )
+
+    def _store_again(self, requests: Sequence[Request], lacking: set[tuple[bytes, bool]]) -> None:
+        """Give the tiers what they lack of these requests, and the pool has."""
+        keys = {key for key, _ in lacking}
+        nodes = {node.key: node for request in requests for node in self._path(request) if node.key in keys}
+        for node in nodes.values():
+            node.saved = -1
+        self.save(list(nodes.values()))
+        for key, node in nodes.items():
+            if (key, True) in lacking:
+                node.has_saved_state = False
+                self.save_state(node)
 
     def _keys(self, request: Request) -> list[tuple[bytes, bool]]:
         """Of the blocks that others could load of the prompt, and whether they need the state after it."""

@@ -213,7 +213,9 @@ class RankTiers:
             self._readings.pop(number, None)
         elif order.call == TierCall.FLUSH:
             self._spill.when_written(
-                lambda: self._say_where(number, [not self._spill.has(node.key, node.has_saved_state) for node in nodes])
+                lambda: self._say_where(
+                    number, [not self._spill.is_stored(node.key, node.has_saved_state) for node in nodes]
+                )
             )
 
     def _node(self, named: NamedBlock) -> Node:
