@@ -238,14 +238,15 @@ def test_an_ingress_has_prompts_read_and_shares_batches(
     batches = {"batch_dir": str(tmp_path / "batches")}
     deployment = Deployment(model="mini", engine=kept, prefill=prefill, server=batches)  # type: ignore[arg-type]
 
-    async def begin() -> Ingress:
+    async def begin(deployment: Deployment) -> Ingress:
         made = object.__new__(Ingress)
         await made.__init__(deployment, handle, None if prefill is None else handle)  # type: ignore[misc]
         if prefill is not None:
             await made._asked
         return made
 
-    apps = [asyncio.run(begin()).__serve_build_asgi_app__() for _ in range(2)]
+    given = [deployment, deployment.model_copy(update={"model": "another"})]  # as when it is changed
+    apps = [asyncio.run(begin(each)).__serve_build_asgi_app__() for each in given]
     reader = apps[0].state.service.reader
     if prefill is None:
         assert reader is None and len(told) == 2

@@ -124,8 +124,7 @@ class Ingress:
             reader = PromptReader(RayReplicas(readers, application_name, PREFILL), prefill.min_tokens, prefill.wait_s)
             self._asked = readers.describe.remote(deployment)  # not awaited: it is for the router to begin
         fleet = Fleet(replicas, described, settings, deployment.failover, reader)
-        about = f"application {application_name}, model {deployment.served_name}"
-        self._app = application(fleet, RemoteFrontend(described), settings, about)
+        self._app = application(fleet, RemoteFrontend(described), settings, f"application {application_name}")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve."""
