@@ -70,7 +70,9 @@ def test_batches_need_the_shared_folder(tmp_path: Path) -> None:
     ray = {"version": "2.60.0", "config": {"server": {"batch_dir": "/shared/batches"}}}
     with pytest.raises(TemplateError, match=r"batch_dir needs ray\.sharedClaim"):
         rendered({**RAY, "ray": ray})
-    docs = rendered({**RAY, "ray": {**ray, "sharedClaim": "many"}})
+    docs = rendered({**RAY, "ray": {**ray, "sharedClaim": "many"}}, name="chat")
+    [application] = yaml.safe_load(one(docs, "RayService")["spec"]["serveConfigV2"])["applications"]
+    assert application["name"] == "chat"  # another release is refused by what batches say of their folder
     (tmp_path / "deploy.yaml").write_text(one(docs, "Secret")["stringData"]["deploy.yaml"], "utf-8")
     assert read_deployment(tmp_path / "deploy.yaml").settings().batch_dir == Path("/shared/batches")
 
