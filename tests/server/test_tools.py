@@ -620,8 +620,9 @@ def test_each_tool_keeps_its_own_definitions(chat: Callable[..., Any]) -> None:
     pytest.importorskip("xgrammar")
     tools = [shop("buy", enum=["apple", "pear"]), shop("sell", type="integer", minimum=10, maximum=12)]
     seen = set()
+    fields = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 90, "temperature": 2.0}
     for seed in range(12):
-        answer = chat("trade", tools=tools, tool_choice="required", parallel_tool_calls=False, max_tokens=90, seed=seed)
+        answer = chat("trade", tools=tools, seed=seed, **fields)
         [choice] = answer["choices"]
         if choice["finish_reason"] != "tool_calls":
             continue

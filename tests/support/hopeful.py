@@ -10,6 +10,7 @@ from forerun.core import Request, SamplingParams
 from forerun.drafters.portfolio import Portfolio
 from forerun.engine.engine import Engine
 from forerun.policy.costs import CallCosts, Costs, PassCosts
+from forerun.policy.exploration import Exploration
 from forerun.policy.policy import AdaptivePolicy
 from forerun.speculation.draft import Draft
 
@@ -17,7 +18,8 @@ from forerun.speculation.draft import Draft
 def expect_much(made: Engine, looks_at_drafts: bool = False) -> AdaptivePolicy:
     """Give an engine a policy to which rows and calls cost nearly nothing, and which has seen its drafters be right.
 
-    A plain step takes 1e6 seconds, beside which what is measured now counts for nothing on the busiest machine.
+    A plain step takes 1e6 seconds, beside which what is measured now counts for nothing on the busiest machine; none is
+    made to measure it.
     """
     assert isinstance(made.drafter, Portfolio)
     costs = Costs(PassCosts({1: 1e6, 256: 1e6 + 1}))
@@ -29,6 +31,7 @@ def expect_much(made: Engine, looks_at_drafts: bool = False) -> AdaptivePolicy:
                 costs.calls[member.name].expect(size, size, 1e-6)
         show_right(policy, member.name, made.drafter.max_nodes - 1)
     costs.learn_step(1, drafts=False, seconds=1e6)
+    policy.exploration = Exploration(_until_plain=10**9)
     made.policy = policy
     return policy
 
