@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from io import StringIO
 from typing import Any
@@ -137,6 +138,24 @@ def test_demo_shows_three_tasks_and_what_to_type_next(run: Any) -> None:
     assert text.count("\n> ") == text.count("with speculation") == 3
     assert re.search(r"the same \d+ tokens, \d+\.\d\dx as fast: \d+ and \d+ tokens/s; \d\.\d tokens a pass", text)
     assert text.rstrip().splitlines()[-1].split()[:2] == ["forerun", "verify"]
+
+
+def test_mini_answers_the_tasks_of_the_demo_rightly() -> None:
+    from forerun import LLM, SamplingParams
+    from forerun.cli.demo import TASKS
+
+    llm = LLM("mini", drafter="none")
+    asked = [[{"role": "user", "content": task}] for task in TASKS]
+    facts, fields, copy = (
+        output.outputs[0].text for output in llm.chat(asked, SamplingParams(temperature=0, max_tokens=160))
+    )
+    assert "Its capital is Paris." in facts and facts.endswith(
+        "It borders Andorra, Belgium, Germany, Italy, Luxembourg, Monaco, Spain and Switzerland."
+    )
+    assert json.loads(fields) == {
+        "name": "Clara Miller", "town": "Lisbon", "count": 12, "item": "chairs", "phone": "555-0143"
+    }  # fmt: skip
+    assert copy == TASKS[2].removeprefix("Copy this text: ")
 
 
 def test_demo_of_a_prompt_is_one_task_that_ends_with_its_answer(run: Any) -> None:

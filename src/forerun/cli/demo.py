@@ -31,12 +31,12 @@ from forerun.core import CompletionOutput, SamplingParams, speedup
 if TYPE_CHECKING:
     from forerun.llm import LLM
 
-TASKS = (  # what is asked without a prompt: facts, fields of a message as JSON, an edit
-    "What can you tell me about Germany?",
-    "Give name, day, time and phone of this text as a JSON object.\n\nHello, this is Clara Miller. I would like a "
-    "table for 4 people on Friday at 7:30. My phone number is 555-2318.",
-    "Use the name total for count here:\n\ndef add(items):\n    count = 0\n    for item in items:\n"
-    "        count += item\n    return count",
+TASKS = (  # what is asked without a prompt: facts, fields of a message as JSON, a copy; mini gets all of them right
+    "What can you tell me about France?",
+    "Hello, my name is Clara Miller from Lisbon. I would like to order 12 chairs. Please call me at 555-0143.\n\n"
+    "Write name, town, count, item and phone as JSON.",
+    "Copy this text: The baker lives at 14 Market Street in Ashford. On Friday, Clara will meet Tom in Ashford. "
+    "The kite of Tom is under the bed.",
 )
 NEXT = (
     ("forerun chat", "talk with it"),
