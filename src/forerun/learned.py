@@ -257,7 +257,10 @@ def _restore(policy: AdaptivePolicy, kept: Mapping[str, Any]) -> None:
         for (drafts, rows), mean in slowness.items()
         if rows in passes.points
     }
+    now = {id(mean) for call in policy.costs.calls.values() for mean in call.means}
+    kept_calls = [mean for call in calls.values() for mean in call.means if id(mean) not in now]
     policy.costs = Costs(passes, steps, policy.costs.calls | calls)
+    policy.costs.keep([*steps.values(), *kept_calls])
     for name, table in tallies.items():
         setattr(policy.acceptance, name, {key[0] if len(key) == 1 else key: entry for key, entry in table.items()})
     policy.usual_output = usual_output

@@ -4,6 +4,8 @@ Knows: seconds measured when the engine was built, and seconds of its steps sinc
 
 A pass in the running engine is slower than one measured alone: caches are colder, contexts longer, Python runs around
 it. By how much is followed for the row counts that were measured, apart for plain steps and steps with drafts.
+
+What another process has measured holds relative to its plain steps: it may have shared the machine, or this one does.
 """
 
 from __future__ import annotations
@@ -112,6 +114,11 @@ class CallCosts:
         self._most_like[num_drafts, num_requests] = self.by_size[requests, size], more
         return self.by_size[requests, size], more
 
+    @property
+    def means(self) -> list[Mean]:
+        """All that is known, to be changed in place."""
+        return [*self.by_size.values(), *self.by_depth.values(), *([] if self.reading is None else [self.reading])]
+
     def reading_s(self, num_tokens: int) -> float:
         """What the drafter needs for tokens it has missed. The few every step leaves are a part of its calls."""
         return num_tokens * self.reading.value if self.reading is not None and num_tokens >= LONG_LAG else 0.0
@@ -168,6 +175,8 @@ class Costs:
     slowness: dict[tuple[bool, int], Mean] = field(default_factory=dict)  # by (drafts, rows): step over pass alone
     calls: dict[str, CallCosts] = field(default_factory=dict)  # of every drafter
     _most_like: dict[tuple[bool, int], tuple[Mean, float]] = field(default_factory=dict, compare=False)
+    _kept: list[tuple[Mean, int]] = field(default_factory=list, compare=False)  # by another process, and their `num`
+    _gauge: Mean | None = field(default=None, compare=False)  # of plain steps: how fast the machine is now
 
     # -- queries ------------------------------------------------------------------------------------------------
 
@@ -200,7 +209,24 @@ class Costs:
             self.slowness[kind] = Mean(1.0)
             self._most_like.clear()
         slowness, pass_s = self._most_like.get((drafts, num_rows)) or self._find_most_like(drafts, num_rows)
+        believed = slowness.value
         slowness.learn(seconds / pass_s)
+        if self._kept and not drafts:
+            self._follow(slowness, believed)
+
+    def keep(self, kept: Sequence[Mean]) -> None:
+        """These were measured by another process, together with its plain steps."""
+        self._kept = [(mean, mean.num) for mean in kept]
+
+    def _follow(self, plain: Mean, believed: float) -> None:
+        """Plain steps were believed to be slower or faster: so is the rest of what was kept, until it is measured."""
+        if self._gauge is None and any(mean is plain for mean, _ in self._kept):
+            self._gauge = plain
+        if plain is not self._gauge or believed <= 0.0:
+            return
+        self._kept = [(mean, num) for mean, num in self._kept if mean.num == num] if plain.num <= SETTLING else []
+        for mean, _ in self._kept:
+            mean.value *= plain.value / believed
 
 
 def rows_to_measure(max_nodes: int, max_rows: int) -> Sequence[int]:
