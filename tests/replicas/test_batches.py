@@ -18,12 +18,13 @@ from fastapi.testclient import TestClient
 
 from forerun.errors import ResourceError
 from forerun.replicas import fleet as fleets
-from forerun.server import batch_jobs
+from forerun.server import batch_jobs, folder_thread
 from forerun.server.batch_files import AnswerFile
 from forerun.server.stored_files import FileStore
 from tests.replicas.conftest import InProcess, fleet_client
 from tests.server.conftest import wait_until
 from tests.server.test_batch_api import data_of, ended, start, until, upload
+from tests.server.test_batch_hangs import Hang, check_a_hang
 from tests.server.test_batches import CHAT, batch, chat_row, rows, write
 
 __all__ = ["batch"]  # a fixture
@@ -122,7 +123,7 @@ async def main(folder):
     server = BatchServer(app, lambda: True)
     jobs = BatchJobs(folder / "batches", files, server, lambda: 2, 1 << 20, 1.0, "tests")
     with open(sys.argv[2], "rb") as rows:
-        kept = files.add(rows, 0, "in.jsonl", "batch", "")
+        *_, kept = files.add(rows, 0, "in.jsonl", "batch", "")
     print(jobs.create("/v1/chat/completions", kept.id, None).id, flush=True)
     await jobs.run()
 
@@ -204,6 +205,15 @@ def test_an_owner_that_has_lost_the_lock_stops(
         assert over["request_counts"]["completed"] == 24 and sorted(names) == sorted(f"c{i}" for i in range(24))
     [said] = [record for record in caplog.records if record.message == "a batch waits"]
     assert "this one had lost the lock" in said.why  # type: ignore[attr-defined]
+
+
+def test_a_folder_that_hangs_stops_no_stream_of_an_ingress(
+    replicas: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.1)
+    hang = Hang(monkeypatch, AnswerFile, "write")
+    with fleet_client(replicas, batch_dir=tmp_path) as client:
+        check_a_hang(client, hang)
 
 
 def test_keys_see_their_own_batches_through_every_process(replicas: InProcess, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 
 from forerun import LLM
 from forerun.errors import ConfigError, ResourceError
-from forerun.server import batch_jobs
+from forerun.server import batch_job, batch_jobs
 from forerun.server.app import create_app
 from forerun.server.batch_files import AnswerFile, BatchInput
 from tests.server.conftest import client_of, running, settings
@@ -53,7 +53,7 @@ def until(client: httpx.Client, batch_id: str, over: Callable[[dict[str, Any]], 
 
 
 def ended(batch: dict[str, Any]) -> bool:
-    return batch["status"] not in batch_jobs.OPEN
+    return batch["status"] not in batch_job.OPEN
 
 
 def lines_of(client: TestClient, file_id: str) -> list[dict[str, Any]]:

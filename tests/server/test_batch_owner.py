@@ -18,7 +18,8 @@ pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
 
 from forerun.errors import ConfigError
 from forerun.server import batch_jobs
-from forerun.server.batch_jobs import BatchJob, BatchJobs
+from forerun.server.batch_job import BatchJob
+from forerun.server.batch_jobs import BatchJobs
 from forerun.server.batch_owner import BatchOwner
 from forerun.server.batches import BatchServer
 from forerun.server.errors import ApiError
@@ -41,10 +42,17 @@ def jobs(folder: Path, deployment: str | None) -> BatchJobs:
     return made
 
 
-def started(by: BatchJobs, num_rows: int) -> BatchJob:
+async def started(by: BatchJobs, num_rows: int) -> BatchJob:
     given = "".join(json.dumps(chat_row(f"c{i}", "Hello")) + "\n" for i in range(num_rows)).encode()
-    kept = by._files.add(io.BytesIO(given), len(given), "in.jsonl", "batch", "")
-    return by.create(CHAT, kept.id, None)
+    kept = await by.thread.answer_by_steps(by._files.add(io.BytesIO(given), len(given), "in.jsonl", "batch", ""))
+    return await by.thread.do(by.create, CHAT, kept.id, None)
+
+
+async def over(by: BatchJobs, batch_id: str, status: str = "completed") -> BatchJob:
+    async with asyncio.timeout(20):
+        while (job := await by.thread.do(by.get, batch_id)).status != status:
+            await asyncio.sleep(ROW_S / 4)
+    return job
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -103,13 +111,12 @@ def test_no_row_is_answered_twice_when_the_lock_goes_to_another_one(
 
     async def lose() -> None:
         one, other = (jobs(tmp_path, "chat") for _ in range(2))
-        made, num_rows = started(one, 40 + num_left), 40 + num_left
+        made, num_rows = await started(one, 40 + num_left), 40 + num_left
         running = [asyncio.create_task(each.run()) for each in (one, other)]
         await until(lambda: one._jobs[made.id].completed >= 40)
         (tmp_path / "in-use.lock").unlink()
-        await until(lambda: other.get(made.id).status == "completed")
+        said = await over(other, made.id)
         await until(lambda: one._running is None)
-        said = other.get(made.id)
         lines = other._files.path(said.output_id).read_bytes().splitlines()
         assert sorted(json.loads(line)["custom_id"] for line in lines) == sorted(f"c{i}" for i in range(num_rows))
         assert (said.completed, said.failed, said.total) == (num_rows, 0, num_rows)
@@ -127,7 +134,7 @@ def test_a_cancel_is_not_lost_when_the_folder_fails_once(tmp_path: Path, monkeyp
 
     async def cancel() -> None:
         owner = jobs(tmp_path, "chat")
-        made = started(owner, 400)
+        made = await started(owner, 400)
         running = asyncio.create_task(owner.run())
         await until(lambda: owner._jobs[made.id].completed > 0)
         is_still, failures = owner._owner.is_still, [OSError(ESTALE, "Stale file handle")]
@@ -139,9 +146,8 @@ def test_a_cancel_is_not_lost_when_the_folder_fails_once(tmp_path: Path, monkeyp
 
         monkeypatch.setattr(owner._owner, "is_still", fails_once)
         with pytest.raises(ApiError, match="cannot be read"):
-            owner.cancel(made.id)
-        await until(lambda: owner.get(made.id).status == "cancelled")
-        assert 0 < owner.get(made.id).completed < 400
+            await owner.thread.do(owner.cancel, made.id)
+        assert 0 < (await over(owner, made.id, "cancelled")).completed < 400
         owner.close()
         await running
 
@@ -157,7 +163,7 @@ def test_a_lock_that_is_lost_at_any_time_ends_no_process(
 
     async def lose() -> None:
         owner = jobs(tmp_path, "chat")
-        cancelled = started(owner, 4)
+        cancelled = await started(owner, 4)
         (tmp_path / "batches" / f"{cancelled.id}.cancel").touch()
         is_still, answers = owner._owner.is_still, [True, False]
         monkeypatch.setattr(owner._owner, "is_still", lambda: answers.pop(0) if answers else is_still())
@@ -165,8 +171,7 @@ def test_a_lock_that_is_lost_at_any_time_ends_no_process(
         kept = tmp_path / "batches" / f"{cancelled.id}.json"
         await until(lambda: '"cancelled"' in kept.read_text() or running.done())
         assert not running.done() and not answers
-        answered = started(owner, 4)
-        await until(lambda: owner.get(answered.id).status == "completed")
+        await over(owner, (await started(owner, 4)).id)
         owner.close()
         await running
 
@@ -179,14 +184,15 @@ def test_a_batch_whose_files_fail_stops_no_other(tmp_path: Path, monkeypatch: py
 
     async def answer() -> None:
         owner = jobs(tmp_path, None)
-        failing, *others = (started(owner, 2) for _ in range(3))
+        failing, *others = [await started(owner, 2) for _ in range(3)]
         output = owner._files.path(failing.output_id)
         output.mkdir()  # no file: an OSError
         running = asyncio.create_task(owner.run())
-        await until(lambda: all(owner.get(each.id).status == "completed" for each in others))
-        assert owner.get(failing.id).status == "validating"
+        for each in others:
+            await over(owner, each.id)
+        assert (await owner.thread.do(owner.get, failing.id)).status == "validating"
         output.rmdir()
-        await until(lambda: owner.get(failing.id).status == "completed")
+        await over(owner, failing.id)
         owner.close()
         await running
 

@@ -69,7 +69,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
         413: "The body is too large.",
         422: "Not used; wrong fields are 400.",
         429: "The queue is full; Retry-After says when to try again.",
-        503: "The engine has failed, the server is stopping, or too many requests are open.",
+        503: "The engine has failed, the server stops, too many requests are open, or the folder of batches hangs.",
         504: "The request took longer than its timeout.",
     }.items()
 }
@@ -115,15 +115,14 @@ def application(service: Service, llm: Frontend, settings: ServerSettings, deplo
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS, "forerun-request"))
-        answering = asyncio.create_task(folder.run())
+        folder.start()
         if settings.warm_grammars:
             Thread(target=_warm, args=(context.grammars, stopping), name="forerun-grammars", daemon=True).start()
         try:
             yield
         finally:
             try:
-                folder.close()
-                await answering
+                await folder.stop()
             finally:
                 await asyncio.to_thread(stop)
                 large.close()

@@ -7,22 +7,28 @@ batches are answered (`batch_jobs`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Annotated, Any, Final
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Annotated, Any, BinaryIO, Final
+from urllib.parse import quote
 
 from fastapi import APIRouter, FastAPI, Form, Request, Response, UploadFile
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError
 from forerun.server.auth import TENANT
-from forerun.server.batch_jobs import WINDOW, BatchJobs
+from forerun.server.batch_job import WINDOW
+from forerun.server.batch_jobs import BatchJobs
 from forerun.server.batches import URLS, BatchServer
 from forerun.server.errors import ApiError
+from forerun.server.folder_thread import ANSWER_S, FolderThread
 from forerun.server.params import MAX_PRIORITY
 from forerun.server.schema import Body
 from forerun.server.settings import ServerSettings
-from forerun.server.stored_files import PURPOSES, FileStore, page
+from forerun.server.stored_files import PURPOSES, STEP_BYTES, FileStore, page
 from forerun.server.streams import Service
 
 NOT_SERVED = (
@@ -33,6 +39,7 @@ LONGEST_ROW_S: Final = 7 * 86400.0  # a row of a batch waits behind other reques
 FILES_PATH = "/v1/files"
 MAX_METADATA = 16  # entries, each name of at most 64 characters and value of at most 512: OpenAI's limits
 DEFAULT_PAGE = 20  # batches; of files, all
+log = logging.getLogger("forerun.server")
 
 
 class CreateBatchBody(Body):
@@ -45,34 +52,47 @@ class CreateBatchBody(Body):
 
 
 class BatchFolder:
-    """The files and the batches of a server; None of either where it keeps none."""
+    """The files and the batches of a server, for its event loop; None of either where it keeps none."""
 
     def __init__(self, files: FileStore | None = None, jobs: BatchJobs | None = None) -> None:
         self._files, self._jobs = files, jobs
+        self._answering: asyncio.Task[None] | None = None
 
-    async def run(self) -> None:
-        """Answer batches until `close`."""
+    def start(self) -> None:
+        """Answer batches until `stop`."""
         if self._jobs is not None:
-            await self._jobs.run()
+            self._answering = asyncio.create_task(self._jobs.run())
 
-    def close(self) -> None:
-        """End the rows that run."""
-        if self._jobs is not None:
-            self._jobs.close()
+    async def stop(self) -> None:
+        """End the rows that run. Takes a few seconds at most: a folder that hangs is left as it is."""
+        if self._jobs is None or self._answering is None:
+            return
+        self._jobs.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                await self._answering
+                await self._jobs.thread.do(bool)  # after all that was left to do
+                return
+        log.warning("the folder of batches hangs: its batches go on after the next start")
 
     @property
     def files(self) -> FileStore:
-        """The files. Raises ApiError 404 where none are kept."""
+        """The files, for the folder's thread. Raises ApiError 404 where none are kept."""
         if self._files is None:
             raise ApiError(404, NOT_SERVED, code="not_served")
         return self._files
 
     @property
     def jobs(self) -> BatchJobs:
-        """The batches. Raises ApiError 404 where none are kept."""
+        """The batches, for the folder's thread. Raises ApiError 404 where none are kept."""
         if self._jobs is None:
             raise ApiError(404, NOT_SERVED, code="not_served")
         return self._jobs
+
+    @property
+    def thread(self) -> FolderThread:
+        """The thread that uses the folder. Raises ApiError 404 where there is none."""
+        return self.jobs.thread
 
 
 def batch_folder(
@@ -108,22 +128,23 @@ def add_batches(router: APIRouter, folder: BatchFolder) -> None:
         """Answer the rows of an uploaded file."""
         jobs = folder.jobs
         _check(body)
-        return jobs.create(body.endpoint, body.input_file_id, body.metadata).said()
+        create = partial(jobs.create, body.endpoint, body.input_file_id, body.metadata)
+        return await folder.thread.answer(lambda: create().said())
 
     @router.get("/v1/batches")
     async def batches(after: str | None = None, limit: int = DEFAULT_PAGE) -> dict[str, Any]:
         """The batches, the last one first."""
-        return page([job.said() for job in folder.jobs.all()], after, limit)
+        return await folder.thread.answer(lambda: page([job.said() for job in folder.jobs.all()], after, limit))
 
     @router.get("/v1/batches/{batch_id}")
     async def batch(batch_id: str) -> dict[str, Any]:
         """One batch."""
-        return folder.jobs.get(batch_id).said()
+        return await folder.thread.answer(lambda: folder.jobs.get(batch_id).said())
 
     @router.post("/v1/batches/{batch_id}/cancel", response_class=JSONResponse)
     async def cancel_batch(batch_id: str) -> dict[str, Any]:
         """Begin no further row; what was answered is kept."""
-        return folder.jobs.cancel(batch_id).said()
+        return await folder.thread.answer(lambda: folder.jobs.cancel(batch_id).said())
 
 
 def _add_files(router: APIRouter, folder: BatchFolder) -> None:
@@ -136,36 +157,55 @@ def _add_files(router: APIRouter, folder: BatchFolder) -> None:
             raise ApiError(400, f"unknown field {strange[:100]!r}; files have file and purpose", param=strange[:100])
         if purpose not in PURPOSES:
             raise ApiError(400, f"purpose must be {', '.join(PURPOSES)}; got {purpose[:100]!r}", param="purpose")
-        kept = await asyncio.to_thread(
-            files.add, file.file, file.size or 0, file.filename or "rows.jsonl", purpose, TENANT.get()
-        )
-        return kept.said()
+        steps = files.add(file.file, file.size or 0, file.filename or "rows.jsonl", purpose, TENANT.get())
+        return (await folder.thread.answer_by_steps(steps)).said()
 
     @router.get(FILES_PATH)
     async def stored_files(purpose: str | None = None, after: str | None = None, limit: int = 10_000) -> dict[str, Any]:
         """The files, the last one first."""
-        return page([f.said() for f in folder.files.all(TENANT.get()) if purpose in (None, f.purpose)], after, limit)
+
+        def listed() -> dict[str, Any]:
+            found = folder.files.all(TENANT.get())
+            return page([file.said() for file in found if purpose in (None, file.purpose)], after, limit)
+
+        return await folder.thread.answer(listed)
 
     @router.get(FILES_PATH + "/{file_id}")
     async def stored_file(file_id: str) -> dict[str, Any]:
         """What is known of a file."""
-        return folder.files.get(file_id, TENANT.get()).said()
+        return await folder.thread.answer(lambda: folder.files.get(file_id, TENANT.get()).said())
 
-    @router.get(FILES_PATH + "/{file_id}/content")
+    @router.get(FILES_PATH + "/{file_id}/content", response_class=Response)
     async def file_content(file_id: str) -> Response:
         """A file's bytes."""
-        found = folder.files.get(file_id, TENANT.get())
-        return FileResponse(folder.files.path(found.id), media_type="application/octet-stream", filename=found.filename)
+        name, size, file = await folder.thread.answer(lambda: folder.files.open(file_id, TENANT.get()))
+        named = f'filename="{name}"' if name == quote(name) else f"filename*=utf-8''{quote(name, safe='')}"
+        headers = {"content-length": str(size), "content-disposition": f"attachment; {named}"}
+        return StreamingResponse(_pieces(folder.thread, file, size), 200, headers, "application/octet-stream")
 
     @router.delete(FILES_PATH + "/{file_id}", response_class=JSONResponse)
     async def delete_file(file_id: str) -> dict[str, Any]:
         """Forget a file."""
-        files, user = folder.files, folder.jobs.uses(file_id)
-        files.get(file_id, TENANT.get())
-        if user is not None:
-            raise ApiError(409, f"{user.id} is not over and needs {file_id}: cancel it first", code="file_in_use")
-        files.delete(file_id)
+
+        def delete() -> None:
+            files, user = folder.files, folder.jobs.uses(file_id)
+            files.get(file_id, TENANT.get())
+            if user is not None:
+                raise ApiError(409, f"{user.id} is not over and needs {file_id}: cancel it first", code="file_in_use")
+            files.delete(file_id)
+
+        await folder.thread.answer(delete)
         return {"id": file_id, "object": "file", "deleted": True}
+
+
+async def _pieces(thread: FolderThread, file: BinaryIO, left: int) -> AsyncIterator[bytes]:
+    """The first so many bytes of a file, which is closed then."""
+    try:
+        while left > 0 and (piece := await thread.answer(partial(file.read, min(left, STEP_BYTES)))):
+            left -= len(piece)
+            yield piece
+    finally:
+        thread.submit(file.close)
 
 
 def _check(body: CreateBatchBody) -> None:

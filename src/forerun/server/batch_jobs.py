@@ -1,10 +1,13 @@
-"""Batches that a server was given: their states, and the one that is answered, row by row, beside other requests.
+"""Batches that a server was given, and the one that is answered, row by row, beside other requests.
 
-Knows: what OpenAI's Batch API says of a batch, how a batch goes on after a restart. Does not know: HTTP, how rows are
-answered (`batches`), files (`batch_files`, `stored_files`).
+Knows: how a batch goes on after a restart. Does not know: HTTP, how rows are answered (`batches`), files
+(`batch_files`, `stored_files`).
 
 One process, the owner (`batch_owner`), answers and writes the states. Others may use the folder with it: they read
 states, add batches, and ask for the end of one by a file beside it. An owner that cannot go on lets another one try.
+
+The folder may hang. So all that is done there, and with the states, is done by one thread, and what takes long by
+another one; the event loop waits for the answers of rows, and for these threads.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -25,14 +28,14 @@ from pydantic import TypeAdapter
 from forerun.errors import ConfigError, DataError, ResourceError
 from forerun.server.auth import TENANT
 from forerun.server.batch_files import AnswerFile, BatchInput
+from forerun.server.batch_job import OPEN, BatchJob
 from forerun.server.batch_owner import BatchOwner
 from forerun.server.batches import BatchServer, Shard, Stops, UnavailableError, answer_all, answer_row
 from forerun.server.errors import ApiError
+from forerun.server.folder_thread import FolderThread
 from forerun.server.stored_files import FileStore, new_id, write_json
 
 OUTPUT: Final = "batch_output"  # the purpose of what a batch writes
-WINDOW: Final = "24h"  # the one completion window of OpenAI's API; here nothing expires
-OPEN: Final = ("validating", "in_progress", "finalizing", "cancelling")  # states of batches that are not over
 MAX_ROWS: Final = 50_000  # of a batch, as OpenAI has it
 TRY_AGAIN_S: Final = 30.0  # after a disk was full, or the engine failed
 SAVE_S: Final = 1.0  # between two savings of a batch's counts
@@ -40,48 +43,7 @@ LOOK_S: Final = 1.0  # between two looks at what other processes have written
 LEFT_S: Final = 3600.0  # since bytes of no file were written, where another process may be writing them
 FAULTS: Final = (OSError, ValueError, UnavailableError)  # of a damaged file, a folder that fails, a lock that was lost
 _ID: Final = re.compile(r"batch_[0-9a-f]{24}")
-TIMES: Final = ("in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled")  # states with a time
 log = logging.getLogger("forerun.server")
-
-
-@dataclass(slots=True)
-class BatchJob:
-    """What is known of a batch."""
-
-    id: str
-    endpoint: str
-    input_file_id: str
-    created_s: float  # since 1970
-    tenant: str  # whose it is, as in auth.TENANT
-    metadata: dict[str, str] | None = None
-    status: str = "validating"
-    output_id: str = field(default_factory=lambda: new_id("file-"))
-    errors_id: str = field(default_factory=lambda: new_id("file-"))
-    times: dict[str, int] = field(default_factory=dict)  # when it came into a state
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-    written: list[str] = field(default_factory=list)  # of output_id and errors_id, those that are files
-    why_failed: str | None = None
-
-    def enter(self, status: str) -> None:
-        """Note that it comes into a state."""
-        self.status = status
-        self.times[status] = int(time.time())
-
-    def said(self) -> dict[str, Any]:
-        """The batch object of OpenAI's API."""
-        why = [{"code": "batch_failed", "message": self.why_failed, "line": None, "param": None}]
-        return {
-            "id": self.id, "object": "batch", "endpoint": self.endpoint, "input_file_id": self.input_file_id,
-            "completion_window": WINDOW, "status": self.status, "metadata": self.metadata,
-            "errors": {"object": "list", "data": why} if self.why_failed else None,
-            "output_file_id": self.output_id if self.output_id in self.written else None,
-            "error_file_id": self.errors_id if self.errors_id in self.written else None,
-            "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
-            "created_at": int(self.created_s), "expires_at": None, "expired_at": None,
-            **{f"{status}_at": self.times.get(status) for status in TIMES},
-        }  # fmt: skip
 
 
 _STATE: Final = TypeAdapter(BatchJob)
@@ -95,9 +57,10 @@ class _Run(NamedTuple):
 
 
 class BatchJobs:
-    """The batches of a folder; one after the other is answered. Used by the event loop's thread alone.
+    """The batches of a folder; one after the other is answered.
 
-    Raises ConfigError for a folder it cannot use. A batch whose state is damaged is logged and left alone.
+    `run` and `close` are for the event loop, everything else is for `thread`. Raises ConfigError for a folder it cannot
+    use. A batch whose state is damaged is logged and left alone.
     """
 
     def __init__(
@@ -113,6 +76,8 @@ class BatchJobs:
         self._running: _Run | None = None
         self._wake = asyncio.Event()
         self._closing = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # once `run` has begun
+        self.thread, self._reader = FolderThread("forerun-batches"), FolderThread("forerun-batch-rows")
         try:
             self._owner = BatchOwner(folder.parent, deployment)
             folder.mkdir(parents=True, exist_ok=True)
@@ -183,13 +148,17 @@ class BatchJobs:
         was, running = job.status, self._running if self._running and self._running.id == job.id else None
         job.status, job.times["cancelling"] = "cancelling", asked_s
         if running is not None:
-            running.stops.soon.set()
+            self._on_loop(running.stops.soon.set)
         if was == "cancelling" or not is_owner:
             return
         if was == "validating" and running is None:
             self._end(job, "cancelled")
         else:
             self._keep(job)
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(call)
 
     # -- what clients ask ---------------------------------------------------------------------------------------
 
@@ -206,7 +175,7 @@ class BatchJobs:
         except OSError as error:
             raise ApiError(500, f"the batch cannot be kept: {error.strerror or error}", code="no_room") from error
         self._jobs[job.id] = job
-        self._wake.set()
+        self._on_loop(self._wake.set)
         return job
 
     def get(self, batch_id: str) -> BatchJob:
@@ -245,30 +214,35 @@ class BatchJobs:
 
     async def run(self) -> None:
         """Answer batches until `close`, once no other process does: the oldest first, those that had to wait last."""
+        self._loop = asyncio.get_running_loop()
         try:
             while not self._closing:
                 self._wake.clear()
                 try:
-                    job = self._next()
-                    goes_on = job is None or await self._try(job)
+                    job = await self.thread.do(self._next)
+                    goes_on = job is None or await self._try(*job)
                 except FAULTS as error:
                     log.warning("batches wait", extra={"folder": str(self._folder), "why": repr(error)})
                     job, goes_on = None, False
                 if not goes_on:
-                    self._pass_on()
+                    await self.thread.do(self._pass_on)
                     await self._wait(TRY_AGAIN_S)
                 elif job is None:
                     await self._wait(LOOK_S if self._owner.is_shared else None)
         finally:
-            self._owner.let_go()
+            self.thread.submit(self._owner.let_go)
 
-    def _next(self) -> BatchJob | None:
-        """What is to be answered here."""
+    def _next(self) -> tuple[BatchJob, Stops] | None:
+        """What is to be answered here, from now on."""
         if not self._own():
             return None
         self._refresh()
         left = [job for job in self._jobs.values() if job.status in OPEN]
-        return min(left, key=lambda job: (self._waited_s.get(job.id, 0.0), _age(job)), default=None)
+        job = min(left, key=lambda job: (self._waited_s.get(job.id, 0.0), _age(job)), default=None)
+        if job is None:
+            return None
+        self._running = _Run(job.id, Stops(asyncio.Event(), asyncio.Event()))
+        return job, self._running.stops
 
     async def _wait(self, longest_s: float | None) -> None:
         with suppress(TimeoutError):
@@ -279,22 +253,19 @@ class BatchJobs:
         while self._owner.is_shared:
             await asyncio.sleep(LOOK_S)
             with suppress(*FAULTS):
-                self._refresh()
+                await self.thread.do(self._refresh)
 
-    async def _try(self, job: BatchJob) -> bool:
+    async def _try(self, job: BatchJob, stops: Stops) -> bool:
         """Answer what is left of a batch; False if it must wait for a disk with room, or an engine that works."""
-        self._running = _Run(job.id, Stops(asyncio.Event(), asyncio.Event()))
         if self._closing:
             self.close()
         TENANT.set(job.tenant)  # of the rows
         watching = asyncio.create_task(self._watch())
         try:
             try:
-                status = await self._answer(job, self._running.stops)
+                await self._answer(job, stops)
             except DataError as error:
-                job.why_failed, status = str(error), "failed"
-            if status is not None:
-                self._end(job, status)
+                await self.thread.do(self._end, job, "failed", str(error))
             return True
         except (UnavailableError, ResourceError, OSError) as error:
             log.warning("a batch waits", extra={"batch": job.id, "why": str(error)})
@@ -302,10 +273,8 @@ class BatchJobs:
             return False
         except Exception:
             log.exception("a batch failed", extra={"batch": job.id})
-            job.why_failed = "the server failed while working on this batch; its log says why"
-            job.enter("failed")
             with suppress(OSError, UnavailableError):
-                self._keep(job)
+                await self.thread.do(self._fail, job, "the server failed while working on this batch; its log says why")
             return True
         finally:
             watching.cancel()
@@ -319,17 +288,39 @@ class BatchJobs:
             self._running.stops.now.set()
             self._running.stops.soon.set()
 
-    async def _answer(self, job: BatchJob, stops: Stops) -> str | None:
-        """Answer what is left of a batch -> the state it ends in; None if it is not over."""
+    async def _answer(self, job: BatchJob, stops: Stops) -> None:
+        """Answer what is left of a batch, and close it unless it is to go on after the next start."""
         answers, errors = AnswerFile(self._files.path(job.output_id)), AnswerFile(self._files.path(job.errors_id))
-        rows = await asyncio.to_thread(self._read, job, answers, errors, stops)
+        rows = await self._reader.do(self._read, job, answers, errors, stops)
         if self._closing:
-            return None
+            return
+        try:
+            if await self.thread.do(self._begin, job, rows, answers, errors):
+                answer, write = partial(answer_row, self._server), self._writing(job, answers, errors)
+                await answer_all(answer, rows.rows(), self._num_at_once, stops, self._drain_s, write, self.thread.do)
+        except BaseException:
+            self.thread.submit(_close, answers, errors)  # not awaited: the folder may be why
+            raise
+        await self.thread.do(self._finish, job, answers, errors)
+
+    def _begin(self, job: BatchJob, rows: BatchInput, answers: AnswerFile, errors: AnswerFile) -> bool:
+        """Show how much there is to do, and write which lines are no rows; False if its end has been asked for."""
         job.total = len(answers.ids) + len(errors.ids) + len(rows.bad) + len(rows.places)
         job.completed, job.failed = len(answers.ids), len(errors.ids)
         if job.status == "validating":
             job.enter("in_progress")
         self._keep(job)
+        if job.status == "cancelling":
+            return False
+        for bad in rows.bad:
+            errors.write(bad.answer())
+        job.failed += len(rows.bad)
+        return True
+
+    def _writing(
+        self, job: BatchJob, answers: AnswerFile, errors: AnswerFile
+    ) -> Callable[[bool, dict[str, Any]], None]:
+        """What writes an answer, and now and then the state."""
         saved_s = time.monotonic()
 
         def write(succeeded: bool, answer: dict[str, Any]) -> None:
@@ -344,15 +335,15 @@ class BatchJobs:
                 self._keep(job)
                 saved_s = time.monotonic()
 
-        with closing(answers), closing(errors):
-            if job.status != "cancelling":
-                await asyncio.to_thread(_write_bad, rows, errors)
-                job.failed += len(rows.bad)
-                answer = partial(answer_row, self._server)
-                await answer_all(answer, rows.rows(), self._num_at_once, stops, self._drain_s, write)
+        return write
+
+    def _finish(self, job: BatchJob, answers: AnswerFile, errors: AnswerFile) -> None:
+        """What becomes of a batch of which no further row is answered now."""
+        _close(answers, errors)
         if job.status == "cancelling":
-            return "cancelled"
-        return None if self._closing else "completed"
+            self._end(job, "cancelled")
+        elif not self._closing:
+            self._end(job, "completed")
 
     def _read(self, job: BatchJob, answers: AnswerFile, errors: AnswerFile, stops: Stops) -> BatchInput:
         for file in (answers, errors):  # one who had lost the lock may write for SAVE_S: not to what is read here
@@ -361,9 +352,10 @@ class BatchJobs:
         is_over = stops.soon.is_set
         return BatchInput.scan(path, self._max_row_bytes, Shard(), done, job.endpoint, MAX_ROWS, is_over)
 
-    def _end(self, job: BatchJob, status: str) -> None:
+    def _end(self, job: BatchJob, status: str, why_failed: str | None = None) -> None:
         """Show what was written, and close the batch."""
         self._check_owner()
+        job.why_failed = why_failed
         for file_id, name in ((job.output_id, "output"), (job.errors_id, "errors")):
             if self._files.path(file_id).exists():
                 self._files.adopt(file_id, f"{job.id}_{name}.jsonl", OUTPUT, job.tenant)
@@ -371,6 +363,11 @@ class BatchJobs:
         job.enter(status)
         self._keep(job)
         (self._folder / f"{job.id}.cancel").unlink(missing_ok=True)
+
+    def _fail(self, job: BatchJob, why: str) -> None:
+        job.why_failed = why
+        job.enter("failed")
+        self._keep(job)
 
     def _check_owner(self) -> None:
         if not self._owner.is_still():
@@ -385,9 +382,10 @@ class BatchJobs:
         write_json(self._folder / f"{job.id}.json", asdict(job))
 
 
-def _write_bad(rows: BatchInput, errors: AnswerFile) -> None:
-    for bad in rows.bad:
-        errors.write(bad.answer())
+def _close(*files: AnswerFile) -> None:
+    with ExitStack() as stack:
+        for file in files:
+            stack.callback(file.close)
 
 
 def _age(job: BatchJob) -> tuple[float, str]:

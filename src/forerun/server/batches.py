@@ -13,9 +13,10 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from typing import Any, Final, NamedTuple
 
@@ -147,6 +148,7 @@ def _wrong(row: dict[str, Any]) -> str | None:
 
 
 AnswerRow = Callable[[BatchRow], Coroutine[Any, Any, Answered]]
+OnThread = Callable[..., Awaitable[Any]]  # awaits a call with these arguments, as asyncio.to_thread does
 
 
 def seed_of(seed: int, custom_id: str) -> int:
@@ -273,33 +275,34 @@ class Stops:
 
 async def answer_all(
     answer: AnswerRow, rows: Iterable[BatchRow], num_at_once: Callable[[], int], stops: Stops, drain_s: float,
-    write: Callable[[bool, dict[str, Any]], None],
+    write: Callable[[bool, dict[str, Any]], None], on_thread: OnThread = asyncio.to_thread,
 ) -> None:  # fmt: skip
     """Answer rows, so many samples at a time or one row that asks for more, and `write` each answer when it is there.
 
-    Rows are read in a thread, a window of a file at a time. Once no row may begin, those that run have `drain_s`
-    seconds. Raises what `answer` does: UnavailableError when the engine has failed.
+    `on_thread` reads rows, a window of a file at a time, and writes; no row begins meanwhile. Once none may begin,
+    those that run have `drain_s` seconds. Raises what `answer` does: UnavailableError when the engine has failed.
     """
     running, samples, left_rows = set[_Running](), dict[_Running, int](), iter(rows)
     soon, now = asyncio.create_task(stops.soon.wait()), asyncio.create_task(stops.now.wait())
+    writing = partial(on_thread, write)
     try:
-        while (row := await asyncio.to_thread(next, left_rows, None)) is not None:
+        while (row := await on_thread(next, left_rows, None)) is not None:
             while (
                 running
                 and not soon.done()
                 and (sum([samples[each] for each in running]) + row.num_samples > num_at_once())
             ):
-                running = await _some(running, soon, write)
+                running = await _some(running, soon, writing)
             if soon.done():
                 break
             task = asyncio.create_task(answer(row))
             samples = {each: samples[each] for each in running} | {task: row.num_samples}
             running.add(task)
         while running and not soon.done():
-            running = await _some(running, soon, write)
+            running = await _some(running, soon, writing)
         until = time.monotonic() + drain_s
         while running and not now.done() and time.monotonic() < until:
-            running = await _some(running, now, write, until - time.monotonic())
+            running = await _some(running, now, writing, until - time.monotonic())
     finally:
         for left in (soon, now, *running):
             left.cancel()
@@ -308,7 +311,7 @@ async def answer_all(
 
 
 async def _some(
-    running: set[_Running], told: asyncio.Task[Any], write: Callable[[bool, dict[str, Any]], None],
+    running: set[_Running], told: asyncio.Task[Any], write: Callable[[bool, dict[str, Any]], Awaitable[None]],
     longest_s: float | None = None,
 ) -> set[_Running]:  # fmt: skip
     """Wait for one that ends, or for a signal -> those that still run. What others have answered is written first."""
@@ -316,7 +319,7 @@ async def _some(
     done = {task for task in running if task.done()}
     for task in done:
         if task.exception() is None:
-            write(*task.result())
+            await write(*task.result())
     for task in done:
         task.result()
     return running - done

@@ -10,13 +10,11 @@ import json
 import logging
 import os
 import re
-import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any, BinaryIO, Final
 from uuid import uuid4
 
@@ -28,6 +26,7 @@ from forerun.server.errors import ApiError
 PURPOSES: Final = ("batch",)  # of uploads; what a batch writes has "batch_output"
 MAX_NAME: Final = 255  # characters of a file's name that are kept
 MAX_PAGE: Final = 10_000  # entries of a list
+STEP_BYTES: Final = 4 << 20  # read or written at a time
 log = logging.getLogger("forerun.server")
 _ID: Final = re.compile(r"file-[0-9a-f]{24}")
 
@@ -53,14 +52,16 @@ _ABOUT: Final = TypeAdapter(StoredFile)
 
 
 class FileStore:
-    """Files in a folder, at most `max_bytes` of uploads. Thread-safe. Raises ConfigError for a folder it cannot use."""
+    """Files in a folder, at most `max_bytes` of uploads. Used by one thread at a time.
+
+    Raises ConfigError for a folder it cannot use.
+    """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
         self._files: dict[str, StoredFile] = {}
         self._damaged: set[str] = set()  # ids of those of which nothing can be read
         self._coming = 0  # bytes that are being copied
-        self._lock = Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._refresh()
@@ -80,7 +81,7 @@ class FileStore:
     def _refresh(self) -> None:
         """Learn which files other processes have added and deleted."""
         there = {path.stem for path in self._folder.glob("*.json")}
-        for file_id in (*there.difference(list(self._files)), *set(self._files).difference(there)):
+        for file_id in (*there.difference(self._files), *set(self._files).difference(there)):
             self._look(file_id)
 
     def _look(self, file_id: str) -> StoredFile | None:
@@ -106,28 +107,31 @@ class FileStore:
     def num_left(self) -> int:
         """Bytes that may still be uploaded."""
         self._refresh()
-        uploaded = sum(file.bytes for file in list(self._files.values()) if file.purpose in PURPOSES)
+        uploaded = sum(file.bytes for file in self._files.values() if file.purpose in PURPOSES)
         return max(0, self._max_bytes - uploaded - self._coming)
 
     def path(self, file_id: str) -> Path:
         """Where the bytes of a file are."""
         return self._folder / f"{file_id}.jsonl"
 
-    def add(self, source: BinaryIO, size: int, filename: str, purpose: str, tenant: str) -> StoredFile:
-        """Keep a copy of what is read, so many bytes. Raises ApiError if there is no room."""
-        with self._lock:
-            if size > self.num_left:
-                told = f"the file has {size} bytes, there is room for {self.num_left}: delete others"
-                raise ApiError(413, f"{told}, or raise the server's --max-batch-bytes", param="file", code="no_room")
-            self._coming += size
+    def add(
+        self, source: BinaryIO, size: int, filename: str, purpose: str, tenant: str
+    ) -> Generator[StoredFile | None, None, None]:
+        """Steps that keep a copy of what is read, so many bytes; the last gives it. Raises ApiError without room."""
+        if size > self.num_left:
+            told = f"the file has {size} bytes, there is room for {self.num_left}: delete others"
+            raise ApiError(413, f"{told}, or raise the server's --max-batch-bytes", param="file", code="no_room")
+        self._coming += size
         file_id = new_id("file-")
         path = self.path(file_id)
         try:
             with path.open("wb") as file:
-                shutil.copyfileobj(source, file)
-                file.flush()
-                os.fsync(file.fileno())
-            return self.adopt(file_id, filename, purpose, tenant)
+                while piece := source.read(STEP_BYTES):
+                    file.write(piece)
+                    file.flush()
+                    os.fsync(file.fileno())  # now, so that the last step has no more to do
+                    yield None
+            kept = self.adopt(file_id, filename, purpose, tenant)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise ApiError(500, f"the file cannot be kept: {error.strerror or error}", code="no_room") from error
@@ -135,8 +139,8 @@ class FileStore:
             path.unlink(missing_ok=True)
             raise
         finally:
-            with self._lock:
-                self._coming -= size
+            self._coming -= size
+        yield kept
 
     def adopt(self, file_id: str, filename: str, purpose: str, tenant: str) -> StoredFile:
         """Make the bytes that are at a file's path a file that clients see."""
@@ -150,8 +154,21 @@ class FileStore:
         """What is known of a tenant's file. Raises ApiError 404."""
         found = self._look(file_id)
         if found is None or found.tenant != tenant:
-            raise ApiError(404, f"there is no file {file_id[:100]!r} here", param=param, code="file_not_found")
+            raise self._none(file_id, param)
         return found
+
+    @staticmethod
+    def _none(file_id: str, param: str) -> ApiError:
+        return ApiError(404, f"there is no file {file_id[:100]!r} here", param=param, code="file_not_found")
+
+    def open(self, file_id: str, tenant: str) -> tuple[str, int, BinaryIO]:
+        """A tenant's file to be read: its name, bytes, and content. Raises ApiError 404."""
+        found = self.get(file_id, tenant)
+        try:
+            file = self.path(file_id).open("rb")
+        except FileNotFoundError as error:  # another process has deleted it since
+            raise self._none(file_id, "file_id") from error
+        return found.filename, os.fstat(file.fileno()).st_size, file
 
     def delete(self, file_id: str) -> None:
         """Forget a file that is there."""
@@ -162,7 +179,7 @@ class FileStore:
     def all(self, tenant: str) -> list[StoredFile]:
         """A tenant's files, the last one first."""
         self._refresh()
-        found = [file for file in list(self._files.values()) if file.tenant == tenant]
+        found = [file for file in self._files.values() if file.tenant == tenant]
         return sorted(found, key=lambda file: (file.created_at, file.id), reverse=True)
 
 

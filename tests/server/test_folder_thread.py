@@ -1,0 +1,148 @@
+"""Calls on a thread of their own: in order, given up in time, bounded, and in nobody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from threading import Event
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
+
+from forerun.server import folder_thread
+from forerun.server.errors import ApiError
+from forerun.server.folder_thread import FolderThread
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> tuple[FolderThread, Event]:
+    """A thread that waits for the event."""
+    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.05)
+    thread, goes_on = FolderThread("test"), Event()
+    thread.submit(goes_on.wait, 60)
+    return thread, goes_on
+
+
+def test_calls_keep_their_order_and_those_given_up_are_not_made(hanging: tuple[FolderThread, Event]) -> None:
+    thread, goes_on = hanging
+    made = list[str]()
+
+    async def use() -> None:
+        before = thread.submit(made.append, "first")
+        with pytest.raises(ApiError, match="has not answered for 0.05 s") as raised:
+            await thread.answer(lambda: made.append("given up"))
+        assert (raised.value.status_code, raised.value.code) == (503, "folder_hangs")
+        waiting = asyncio.create_task(thread.do(made.append, "cancelled"))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        after = asyncio.create_task(thread.do(made.append, "second"))
+        await asyncio.sleep(0.01)
+        assert not before.done() and made == []
+        goes_on.set()
+        await after
+        assert made == ["first", "second"]
+
+    asyncio.run(use())
+
+
+def test_clients_calls_are_bounded_while_it_hangs(
+    hanging: tuple[FolderThread, Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, goes_on = hanging
+    monkeypatch.setattr(folder_thread, "MOST_WAITING", 3)
+    monkeypatch.setattr(folder_thread, "ANSWER_S", 60.0)
+
+    async def use() -> None:
+        waiting = [asyncio.create_task(thread.answer(lambda: "done")) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        with pytest.raises(ApiError, match="3 others wait"):
+            await thread.answer(lambda: "not done")
+        goes_on.set()
+        assert await asyncio.gather(*waiting) == ["done"] * 3
+        assert await thread.answer(lambda: "again") == "again"
+
+    asyncio.run(use())
+
+
+def test_what_is_given_up_leaves_nothing_behind(hanging: tuple[FolderThread, Event]) -> None:
+    thread, goes_on = hanging
+
+    async def use() -> None:
+        for _ in range(20):
+            with pytest.raises(ApiError):
+                await thread.answer(bool)
+        assert len(thread._waiting) == 0
+        goes_on.set()
+
+    asyncio.run(use())
+
+
+def test_steps_that_are_given_up_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.05)
+    thread, goes_on, closed = FolderThread("test"), Event(), list[bool]()
+
+    def steps() -> Generator[str | None, None, None]:
+        try:
+            yield None
+            goes_on.wait(60)
+            yield None
+            raise AssertionError("a step after it was given up")
+        finally:
+            closed.append(goes_on.is_set())
+
+    async def use() -> None:
+        with pytest.raises(ApiError):
+            await thread.answer_by_steps(steps())
+        assert closed == []
+        goes_on.set()
+        await thread.do(bool)
+        assert closed == [True]
+
+    asyncio.run(use())
+
+
+def test_errors_of_calls_are_theirs() -> None:
+    """A file system may time out by itself: that is no hang."""
+
+    def fails() -> None:
+        raise TimeoutError("Connection timed out")
+
+    async def use() -> None:
+        thread = FolderThread("test")
+        with pytest.raises(TimeoutError, match="Connection timed out"):
+            await thread.answer(fails)
+        assert await thread.do(len, "abc") == 3  # it goes on
+
+    asyncio.run(use())
+
+
+def test_a_thread_without_calls_ends_and_another_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_thread, "LINGER_S", 0.01)
+    thread = FolderThread("test")
+    for number in range(3):
+        assert thread.submit(int, number).result(20) == number
+        until_s = time.monotonic() + 20
+        while thread._is_running and time.monotonic() < until_s:
+            time.sleep(0.005)
+        assert not thread._is_running
+
+
+CHILD = """
+import asyncio, sys, time
+from forerun.server.folder_thread import FolderThread
+
+async def main():
+    thread = FolderThread("test")
+    thread.submit(time.sleep, 600)
+    await asyncio.sleep(0.1)
+
+asyncio.run(main())
+"""
+
+
+def test_it_does_not_hold_up_the_end_of_the_process() -> None:
+    subprocess.run([sys.executable, "-c", CHILD], check=True, timeout=60)
