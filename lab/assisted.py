@@ -1,7 +1,7 @@
 """Drafts of a model with another tokenizer, beside transformers' assisted generation with two tokenizers.
 
     python lab/assisted.py mini runs/mini-foreign/export [--prompts question.jsonl] [--limit 24] [--max-tokens 64]
-        [--drafts 5] [--their-drafts 5]
+        [--drafts 5] [--their-drafts 5] [--plain]
 
 Same target, same assistant, same token ids as prompts, temperature 0, chains, everything in float32. Prints of both
 the tokens a pass of the target and the drafted tokens it verified, in the target's tokens; then every text that
@@ -135,7 +135,7 @@ def main() -> int:
     cases = fitting_cases(llm, read_prompts(given.prompts, given.limit))
     prompts = [
         llm.tokenizer.encode_chat([{"role": "user", "content": case.turns[0]}])
-        if case.is_chat and llm.tokenizer.chat_template is not None
+        if case.is_chat and llm.tokenizer.chat_template is not None and not given.plain
         else llm.tokenizer.encode(case.turns[0])
         for case in cases
     ]
@@ -163,6 +163,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--drafts", type=int, default=5, help="tokens of the target's a step, in forerun")
     parser.add_argument("--their-drafts", type=int, help="of the assistant's, in transformers; --drafts unless given")
+    parser.add_argument("--plain", action="store_true", help="questions as texts to go on with, not as chats")
     return parser.parse_args()
 
 
