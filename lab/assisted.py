@@ -1,7 +1,7 @@
 """Drafts of a model with another tokenizer, beside transformers' assisted generation with two tokenizers.
 
     python lab/assisted.py mini runs/mini-foreign/export [--prompts question.jsonl] [--limit 24] [--max-tokens 64]
-        [--drafts 5] [--their-drafts 5] [--plain]
+        [--drafts 5] [--their-drafts 5] [--window 10] [--plain]
 
 Same target, same assistant, same token ids as prompts, temperature 0, chains, everything in float32. Prints of both
 the tokens a pass of the target and the drafted tokens it verified, in the target's tokens; then every text that
@@ -50,12 +50,13 @@ class Answer:
 class Theirs:
     """transformers' assisted generation with two tokenizers, `num_drafts` of the assistant's tokens a step."""
 
-    def __init__(self, target: Path, assistant: Path, num_drafts: int) -> None:
+    def __init__(self, target: Path, assistant: Path, num_drafts: int, window: int) -> None:
         self.target, self._assistant = _model(target), _model(assistant)
         self._tokenizers = [transformers.AutoTokenizer.from_pretrained(folder) for folder in (target, assistant)]
         config = self._assistant.generation_config
         config.num_assistant_tokens, config.num_assistant_tokens_schedule = num_drafts, "constant"
         config.assistant_confidence_threshold = 0.0
+        config.target_lookbehind = config.assistant_lookbehind = window
         self._rows: list[int] = []  # of each pass of the target
         self.target.register_forward_pre_hook(self._note, with_kwargs=True)
 
@@ -131,7 +132,8 @@ def main() -> int:
         given.target, drafter="draft", draft_model=given.assistant, tree_width=1, max_draft_tokens=given.drafts,
         adaptive=False, **shared,
     )  # fmt: skip
-    theirs = Theirs(resolve_model(given.target), resolve_model(given.assistant), given.their_drafts or given.drafts)
+    num_drafts = given.their_drafts or given.drafts
+    theirs = Theirs(resolve_model(given.target), resolve_model(given.assistant), num_drafts, given.window)
     cases = fitting_cases(llm, read_prompts(given.prompts, given.limit))
     prompts = [
         llm.tokenizer.encode_chat([{"role": "user", "content": case.turns[0]}])
@@ -163,6 +165,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--drafts", type=int, default=5, help="tokens of the target's a step, in forerun")
     parser.add_argument("--their-drafts", type=int, help="of the assistant's, in transformers; --drafts unless given")
+    parser.add_argument("--window", type=int, default=10, help="tokens that transformers tokenizes again each step")
     parser.add_argument("--plain", action="store_true", help="questions as texts to go on with, not as chats")
     return parser.parse_args()
 
