@@ -19,7 +19,7 @@ from command import run
 
 WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 PATIENCE_MS = 120_000
-COPY, STORY = 0, 3  # examples that the page offers
+COPY, FACTS, STORY = 0, 2, 3  # examples that the page offers
 
 
 def opened(browser: Browser, url: str, size: dict[str, int], dark: bool = False) -> Any:
@@ -29,7 +29,7 @@ def opened(browser: Browser, url: str, size: dict[str, int], dark: bool = False)
     expect(page.locator("#model")).not_to_be_empty(timeout=PATIENCE_MS)
     page.locator("#settings").click()
     page.locator("#temperature").fill("0")
-    page.locator("#max_tokens").fill("64")
+    page.locator("#max_tokens").fill("160")
     page.locator("#done").click()
     return page
 
@@ -42,10 +42,11 @@ def asked(page: Any, example: int) -> None:
 
 
 def chat(browser: Browser, url: str, size: dict[str, int], dark: bool = False) -> bytes:
-    """Two conversations, the second of them open."""
+    """Two conversations, the second of them open, with two questions."""
     page = opened(browser, url, size, dark)
     asked(page, STORY)
     page.locator("#fresh").evaluate("button => button.click()")  # on a phone it is out of sight
+    asked(page, FACTS)
     asked(page, COPY)
     return bytes(page.screenshot())
 
