@@ -9,7 +9,9 @@ import json
 import os
 from collections.abc import Callable
 from errno import EIO, ENOLCK, ENOSYS, ESTALE
+from itertools import count
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -125,6 +127,41 @@ def test_no_row_is_answered_twice_when_the_lock_goes_to_another_one(
             each.close()
         await asyncio.gather(*running)
         assert not list((tmp_path / "files").glob("*.new"))
+
+    asyncio.run(lose())
+
+
+def test_no_row_is_written_twice_when_the_lock_is_lost_before_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look for one's name and the writing."""
+    looked, goes_on, looks = Event(), Event(), count()
+
+    async def lose() -> None:
+        one, other = (jobs(tmp_path, "chat") for _ in range(2))
+        made, check = await started(one, 12), one._check_owner
+
+        def then_lose() -> None:
+            check()
+            if next(looks) == 1:  # the first one is for the state
+                looked.set()
+                assert goes_on.wait(30)
+
+        monkeypatch.setattr(one, "_check_owner", then_lose)
+        running = [asyncio.create_task(one.run())]
+        assert await asyncio.to_thread(looked.wait, 30)
+        (tmp_path / "in-use.lock").unlink()
+        running.append(asyncio.create_task(other.run()))
+        await until(lambda: bool(other.sent))  # type: ignore[attr-defined] # it has read what was there
+        goes_on.set()
+        said = await over(other, made.id)
+        await until(lambda: one._running is None)
+        lines = other._files.path(said.output_id).read_bytes().splitlines()
+        assert sorted(json.loads(line)["custom_id"] for line in lines) == sorted(f"c{i}" for i in range(12))
+        assert one.sent  # type: ignore[attr-defined]
+        for each in (one, other):
+            each.close()
+        await asyncio.gather(*running)
 
     asyncio.run(lose())
 

@@ -174,12 +174,17 @@ class AnswerFile:
         """Delete the file: its rows are done again."""
         self.path.unlink(missing_ok=True)
 
+    def open(self) -> None:
+        """Have it open: what is added from now on goes to this file, though a copy takes its place. Raises OSError."""
+        if self._file is None:
+            self._file = self.path.open("ab", buffering=0)
+
     def write(self, answer: dict[str, Any]) -> None:
         """Add an answer; a process that is killed afterwards does not lose it. Raises ResourceError if it cannot."""
         line = memoryview(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
         try:
-            if self._file is None:
-                self._file = self.path.open("ab", buffering=0)
+            self.open()
+            assert self._file is not None
             end = self._file.tell()
             try:
                 while line:

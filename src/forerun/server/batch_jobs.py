@@ -312,6 +312,9 @@ class BatchJobs:
         self._keep(job)
         if job.status == "cancelling":
             return False
+        if rows.bad:
+            errors.open()
+            self._check_owner()
         for bad in rows.bad:
             errors.write(bad.answer())
         job.failed += len(rows.bad)
@@ -327,7 +330,8 @@ class BatchJobs:
             nonlocal saved_s
             file = answers if succeeded else errors
             is_due = file.num_new == 0 or time.monotonic() - saved_s > SAVE_S
-            if is_due:  # before a file is opened that may be another owner's copy already
+            if is_due:
+                file.open()  # before the look: who becomes the owner after it has a copy that this adds nothing to
                 self._check_owner()
             file.write(answer)
             job.completed, job.failed = job.completed + succeeded, job.failed + (not succeeded)
