@@ -21,11 +21,8 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is install
 PROMPT = "The cat sat on the mat. The cat sat on the mat. The cat sat on the"
 EVIL = "<img src=x onerror='window.hacked = 1'><script>window.hacked = 2</script>"
 PATIENCE_MS = 60_000
-# What `mini` repeats without an end at temperature 0.
-ENDLESS = (
-    "Repeat: Once upon a time there was a little bird. It lived in a tall tree by the river. Every morning it sang to "
-    "the sun. One day the wind was strong, and the bird flew over the hill to see the sea."
-)
+# Whose answer `mini` never ends at temperature 0.
+ENDLESS = "Tell me a story about a little bird who wanted to see the sea."
 
 
 @pytest.fixture(scope="module")
