@@ -146,9 +146,9 @@ nb::list walk_plain_trees(CpuEngine& engine, Address logits, int64_t vocab, cons
 }
 
 // -> seconds of the pass, and of every chain how many drafts were accepted and the token behind them. None where there
-// are more rows than `max_rows`, or a row of the logits allows no token.
+// are more rows than `max_rows`, or a row of the logits allows no token. `states`: where the program's other outputs go.
 nb::object chain_step(CpuEngine& engine, Program& program, const nb::sequence& given, int64_t block_size, Address logits,
-                      int64_t max_rows, int64_t vocab) {
+                      int64_t max_rows, int64_t vocab, const nb::args& states) {
     Program::refuse("walking trees");
     std::vector<PlainChain> chains;
     for (const nb::handle each : given) {
@@ -157,10 +157,12 @@ nb::object chain_step(CpuEngine& engine, Program& program, const nb::sequence& g
         max_rows -= static_cast<int64_t>(chain.tokens.size());
     }
     if (max_rows < 0) return nb::none();
+    std::vector<Address> addresses;
+    for (const nb::handle each : states) addresses.push_back(nb::cast<Address>(each));
     ChainStep step;
     {
         const nb::gil_scoped_release released;
-        step = run_chain_step(engine, program, chains, block_size, at<float>(logits), vocab);
+        step = run_chain_step(engine, program, chains, block_size, at<float>(logits), vocab, addresses);
     }
     nb::list found;
     for (const ChainChoice& choice : step.choices) {

@@ -31,7 +31,7 @@ PlainTree tree_of(const PlainChain& chain, int64_t first_row) {
 }  // namespace
 
 ChainStep run_chain_step(CpuEngine& engine, Program& program, const std::vector<PlainChain>& chains, int64_t block_size,
-                         float* logits, int64_t vocab) {
+                         float* logits, int64_t vocab, const std::vector<uintptr_t>& states) {
     std::vector<SequenceRows> sequences;
     std::vector<PlainTree> trees;
     int64_t num_rows = 0;
@@ -43,6 +43,7 @@ ChainStep run_chain_step(CpuEngine& engine, Program& program, const std::vector<
     const BatchRows batch(sequences, block_size, 0);
     std::vector<uintptr_t> addresses = batch.addresses();
     addresses.push_back(reinterpret_cast<uintptr_t>(logits));
+    addresses.insert(addresses.end(), states.begin(), states.end());
     ChainStep step;
     const auto start = std::chrono::steady_clock::now();
     program.run(addresses, batch.sizes());

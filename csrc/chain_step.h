@@ -28,8 +28,8 @@ struct ChainStep {
     std::vector<ChainChoice> choices;
 };
 
-// `program` gives logits and nothing else; `logits` has room for [tokens of all chains, vocab].
+// `logits` has room for [tokens of all chains, vocab]; `states` are the addresses of what `program` gives besides.
 ChainStep run_chain_step(CpuEngine& engine, Program& program, const std::vector<PlainChain>& chains, int64_t block_size,
-                         float* logits, int64_t vocab);
+                         float* logits, int64_t vocab, const std::vector<uintptr_t>& states);
 
 }  // namespace forerun

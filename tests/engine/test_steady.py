@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,10 @@ from random import Random
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from forerun import LLM, SamplingParams
+from forerun.drafters.base import Observed
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.engine.steady import SteadySteps
@@ -30,6 +32,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"adaptive": False, "ngram_min": 1},
     "suffix": {"adaptive": False},
     "draft": {"adaptive": False, "tree_width": 1},
+    "mtp": {"adaptive": False, "tree_width": 1},  # a state of the target for every row
+    "eagle": {"adaptive": False, "tree_width": 1},  # those of three layers
     "portfolio=ngram+draft": {"adaptive": False},
 }
 
@@ -109,7 +113,7 @@ class Watched:
     """An engine, and all that can be seen of its steps but times."""
 
     def __init__(self, llm: LLM) -> None:
-        self.llm, self.learned, self.changed = llm, list[Any](), list[Any]()
+        self.llm, self.learned, self.changed, self.observed = llm, list[Any](), list[Any](), list[Any]()
         self.cached = list[Any]()  # after each step
         self.now = 0.0
         llm.engine.scheduler.clock = lambda: self.now
@@ -125,6 +129,13 @@ class Watched:
                 inner(result)
 
         llm.engine.policy = Listening()  # type: ignore[assignment]
+        observe = llm.engine.drafter.observe
+
+        def observing(observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
+            self.observed.append([(seen.request.request_id, *seen[2:], _states_of(seen, hidden)) for seen in observed])
+            observe(observed, hidden)
+
+        llm.engine.drafter.observe = observing  # type: ignore[method-assign]
 
     def play(self, wanted: list[Asked]) -> list[RequestGroup]:
         groups = dict[int, RequestGroup]()
@@ -153,14 +164,21 @@ def _told(result: StepResult) -> Any:
     return outcomes, calls, result.num_rows, result.num_span
 
 
+def _states_of(seen: Observed, hidden: dict[int, Tensor]) -> dict[int, list[list[float]]]:
+    """What a drafter may read of the target's layers."""
+    return {layer: states[list(seen.rows)].tolist() for layer, states in hidden.items()}
+
+
 def _cached(llm: LLM) -> Any:
     """The blocks that others may use, what is known of them, and behind which ones they come."""
     cache = llm.engine.scheduler.prefix_cache
     nodes = [] if cache is None else cache._nodes.values()
-    parents = [-1 if node.parent is None else node.parent.block for node in nodes]
-    return sorted(
-        (node.block, tuple(node.tokens), tuple(node.ready), parent) for node, parent in zip(nodes, parents, strict=True)
-    )
+    found = []
+    for node in nodes:
+        last, parent = llm.engine.boundaries.of(node.block), -1 if node.parent is None else node.parent.block
+        states = None if last is None else tuple(last.tolist())
+        found.append((node.block, tuple(node.tokens), tuple(node.ready), parent, states))
+    return sorted(found)
 
 
 def _shown(group: RequestGroup) -> list[Any]:
@@ -199,6 +217,7 @@ def test_every_step_is_the_same_phase_by_phase(drafter: str, seed: int, monkeypa
     second = by_phase.play(wanted)
     assert [_shown(group) for group in first] == [_shown(group) for group in second]
     assert at_once.learned == by_phase.learned and at_once.changed == by_phase.changed
+    assert at_once.observed == by_phase.observed
     assert steps["at once"] > 0 or drafter == "suffix", "trees go phase by phase"
     assert at_once.llm.engine.scheduler.pool.num_used == 0
     assert at_once.cached == by_phase.cached and any(at_once.cached) == (seed != 1)
@@ -212,13 +231,13 @@ def test_rows_of_a_drafter_that_come_after_their_block_is_full_are_shared_at_onc
     for watched in ways:
         watched.play(wanted)
     assert ways[0].cached == ways[1].cached
-    assert any(ready < (4,) for cached in ways[1].cached for _, _, ready, _ in cached), "no block waits for its rows"
+    assert any(ready < (4,) for cached in ways[1].cached for _, _, ready, *_ in cached), "no block waits for its rows"
 
 
 # -- which steps ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft", "mtp", "eagle"])
 def test_all_steps_of_a_usual_request_but_that_of_its_prompt(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engine(drafter)
     with counted(monkeypatch) as steps:

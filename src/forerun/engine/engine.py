@@ -347,13 +347,14 @@ class Engine:
             return
         for seen in observed:
             if out.hidden:
-                self._keep_boundaries(seen, out)
+                self.keep_boundaries(seen, out.hidden)
             if seen.request.error is None:
                 self.scheduler.publish(seen.request, self.drafter.num_ready(seen.request))
 
-    def _keep_boundaries(self, seen: Observed, out: PassOutput) -> None:
+    def keep_boundaries(self, seen: Observed, hidden: dict[int, Tensor]) -> None:
+        """Keep the states that drafters need where a request's blocks end."""
         first = seen.request.num_computed - len(seen.rows)
-        self.boundaries.keep(seen.request.block_ids, first, seen.rows, self.drafter.hidden_layers, out.hidden)
+        self.boundaries.keep(seen.request.block_ids, first, seen.rows, self.drafter.hidden_layers, hidden)
 
     def finish(self, deciding: Sequence[Request], scheduled: Sequence[Request]) -> list[RequestGroup]:
         """Free requests that ended in this step or whose deadline has passed -> the groups that changed."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from torch import Tensor
+
 from forerun.core import Request
 from forerun.drafters.base import Observed, logits_reader
 from forerun.engine.outputs import RequestGroup, SampleRecord
@@ -18,7 +20,7 @@ from forerun.kernels.draws import PlainChain
 from forerun.models.base import CommittedPath
 from forerun.models.decoder import Decoder
 from forerun.policy.policy import Outcome, StepPlan
-from forerun.runtime.runner import ChainStepper, chain_stepper
+from forerun.runtime.runner import ChainStepper, Chosen, chain_stepper
 from forerun.speculation.draft import Draft
 from forerun.speculation.noise import Purpose, stream_id
 from forerun.speculation.sampling import is_plain
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
 
 _PATHS: Final = tuple(tuple(range(num)) for num in range(MAX_NODES + 1))  # the first nodes of a chain
 _NOBODY: Final = ("",)  # who drafted the token of a plain step
-
-Choices = Sequence[tuple[int, int]]  # of each chain how many drafts are accepted, and the token behind them
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,23 +93,24 @@ class SteadySteps:
                 return None
             position, seed = request.num_computed, request.seed
             chains.append(PlainChain(request.block_ids, position, tokens, params.temperature, seed, entry.stream))
-        choices = self._decide(engine, chains)
-        return None if choices is None else self._commit(engine, drafts, chains, choices)
+        chosen = self._choose(engine, chains)
+        return None if chosen is None else self._commit(engine, drafts, chains, chosen)
 
-    def _decide(self, engine: Engine, chains: Sequence[PlainChain]) -> Choices | None:
+    def _choose(self, engine: Engine, chains: Sequence[PlainChain]) -> Chosen | None:
         """Run the pass and choose tokens from it; None as for `step`."""
-        decided = None if self._stepper is None else self._stepper.choose(chains)
-        if decided is None:
+        chosen = None if self._stepper is None else self._stepper.choose(chains)
+        if chosen is None:
             return None
         if engine.meanwhile is not None:
             engine.meanwhile()
-        engine.timings.lap_pass(decided[0])
-        return decided[1]
+        engine.timings.lap_pass(chosen.pass_s)
+        return chosen
 
     def _commit(
-        self, engine: Engine, drafts: Sequence[Draft], chains: Sequence[PlainChain], choices: Choices
+        self, engine: Engine, drafts: Sequence[Draft], chains: Sequence[PlainChain], chosen: Chosen
     ) -> list[RequestGroup]:
-        """Apply the choices, and end the step."""
+        """Apply what was chosen, and end the step."""
+        choices = chosen.choices
         observed, outcomes, num_rows, has_ended = list[Observed](), list[Outcome](), 0, False
         for entry, draft, chain, (num_accepted, token) in zip(self._entries, drafts, chains, choices, strict=True):
             request, record = entry.request, entry.record
@@ -130,8 +131,8 @@ class SteadySteps:
             has_ended = has_ended or request.finish_reason is not None
         if self._commits is not None:
             self._commits([CommittedPath(seen.request.request_id, seen.nodes) for seen in observed])
-        engine.drafter.observe(observed, {})
-        _publish(engine, observed)
+        engine.drafter.observe(observed, chosen.hidden)
+        _publish(engine, observed, chosen.hidden)
         engine.timings.lap("commit_s")
         engine.learn(outcomes, num_rows, 0)
         requests, changed = self._requests, self._groups
@@ -143,9 +144,8 @@ class SteadySteps:
 
 def _usual(engine: Engine, requests: Sequence[Request]) -> list[_Entry]:
     """What is kept of requests that have nothing unusual; none if one has, or the engine."""
-    drafter = engine.drafter
     is_coupled, is_native = type(engine.verifier) is CoupledVerifier, chain_stepper(engine.runner) is not None
-    if not (is_coupled and is_native) or drafter.hidden_layers or logits_reader(drafter) is not None:
+    if not (is_coupled and is_native) or logits_reader(engine.drafter) is not None:
         return []
     entries = [
         _Entry(request, engine.records[request.request_id], stream_id(request.sample_index, Purpose.TARGET))
@@ -161,12 +161,16 @@ def _is_usual(entry: _Entry) -> bool:
     return is_plain(params) and request.adapter is None and not wants_more
 
 
-def _publish(engine: Engine, observed: Sequence[Observed]) -> None:
+def _publish(engine: Engine, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
     """Offer blocks to others: those that this step has filled, and all in which a drafter's own rows may have come."""
     scheduler, size = engine.scheduler, engine.kv_cache.block_size
     if scheduler.prefix_cache is None:
         return
     lags = bool(engine.drafter.kv_specs)
-    for request, rows, _, _ in observed:
-        if lags or request.num_computed // size > (request.num_computed - len(rows)) // size:
+    for seen in observed:
+        request, rows = seen.request, seen.rows
+        has_filled = request.num_computed // size > (request.num_computed - len(rows)) // size
+        if has_filled and hidden:
+            engine.keep_boundaries(seen, hidden)
+        if lags or has_filled:
             scheduler.publish(request, engine.drafter.num_ready(request))

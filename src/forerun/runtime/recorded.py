@@ -21,6 +21,7 @@ from forerun.kernels.select import recording
 from forerun.models.base import Pass, Passes, PassOutput
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.runtime.eager import EagerRunner
+from forerun.runtime.runner import Chosen
 from forerun.speculation.drawn import Drawn, DrawnTree
 from forerun.speculation.growth import TreeNoise
 
@@ -69,18 +70,23 @@ class RecordedRunner(EagerRunner):
         self._scratch = torch.empty(0, first.widths[0])
         plain = below is first and passes.past_start is None and not passes.shift  # as a target's passes are
         is_known = hasattr(first.engine, "chain_step")  # not to an extension that was built before there was this call
-        self.chooses = is_known and plain and len(first.widths) == 1  # it gives logits and nothing else
+        self.chooses = is_known and plain and not passes.fed_size  # it gives logits, and layers' states at most
         self._room: LogitsRoom | None = None  # of `choose`
 
     def run(self, batch: ForwardBatch, features: Tensor | None = None) -> PassOutput:
         """See `Runner`."""
         return self._replay(self._first, batch, features) if self._serves(batch) else super().run(batch, features)
 
-    def choose(self, chains: Sequence[PlainChain]) -> tuple[float, list[tuple[int, int]]] | None:
+    def choose(self, chains: Sequence[PlainChain]) -> Chosen | None:
         """See `ChainStepper`."""
+        first, layers = self._first, self._passes.hidden_layers
         if self._room is None:
-            self._room = LogitsRoom(self._first.max_rows, self._first.widths[0])
-        return self._first.engine.chain_step(self._first.native, chains, self._block_size, *self._room.given)
+            self._room = LogitsRoom(first.max_rows, first.widths[0])
+        num_rows = sum([len(chain.tokens) for chain in chains]) if layers else 0
+        hidden = [torch.empty(num_rows, width) for width in first.widths[1:]]
+        to = [states.data_ptr() for states in hidden]
+        chosen = first.engine.chain_step(first.native, chains, self._block_size, *self._room.given, *to)
+        return None if chosen is None else Chosen(*chosen, dict(zip(layers, hidden, strict=True)))
 
     def run_below(self, batch: ForwardBatch, features: Tensor | None) -> PassOutput:
         """See `EagerRunner`."""

@@ -6,7 +6,7 @@ Knows: the methods. Does not know: networks, which implementation runs them (`ru
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
@@ -40,15 +40,22 @@ class Runner(Drawer, Protocol):
         """
 
 
+class Chosen(NamedTuple):
+    """What a pass over chains gave."""
+
+    pass_s: float  # seconds of the pass alone
+    choices: Sequence[tuple[int, int]]  # of each chain how many drafts are accepted, and the token behind them
+    hidden: dict[int, Tensor]  # as in PassOutput: a row for every token of the chains, which the caller may keep
+
+
 class ChainStepper(Protocol):
     """The extra method of runners with `chooses = True`, which choose from a pass in the same call."""
 
-    def choose(self, chains: Sequence[PlainChain]) -> tuple[float, list[tuple[int, int]]] | None:
+    def choose(self, chains: Sequence[PlainChain]) -> Chosen | None:
         """The pass over chains of drafts, and the tokens that the coupled rule chooses.
 
-        -> seconds of the pass; of each chain how many drafts are accepted, and the token behind them. None for chains
-        that only `Runner.run` computes, before any pass; and where logits allow no token: that pass has run, and its
-        keys and values are in the rows in which `Runner.run` writes the same.
+        None for chains that only `Runner.run` computes, before any pass; and where logits allow no token: that pass has
+        run, and its keys and values are in the rows in which `Runner.run` writes the same.
         """
 
 
