@@ -147,8 +147,8 @@ nb::list walk_plain_trees(CpuEngine& engine, Address logits, int64_t vocab, cons
 
 // -> seconds of the pass, and of every chain how many drafts were accepted and the token behind them. None where there
 // are more rows than `max_rows`, or a row of the logits allows no token. `states`: where the program's other outputs go.
-nb::object chain_step(CpuEngine& engine, Program& program, const nb::sequence& given, int64_t block_size, Address logits,
-                      int64_t max_rows, int64_t vocab, const nb::args& states) {
+nb::object chain_step_with_states(CpuEngine& engine, Program& program, const nb::sequence& given, int64_t block_size,
+                                  Address logits, int64_t max_rows, int64_t vocab, const std::vector<Address>& states) {
     Program::refuse("walking trees");
     std::vector<PlainChain> chains;
     for (const nb::handle each : given) {
@@ -157,12 +157,10 @@ nb::object chain_step(CpuEngine& engine, Program& program, const nb::sequence& g
         max_rows -= static_cast<int64_t>(chain.tokens.size());
     }
     if (max_rows < 0) return nb::none();
-    std::vector<Address> addresses;
-    for (const nb::handle each : states) addresses.push_back(nb::cast<Address>(each));
     ChainStep step;
     {
         const nb::gil_scoped_release released;
-        step = run_chain_step(engine, program, chains, block_size, at<float>(logits), vocab, addresses);
+        step = run_chain_step(engine, program, chains, block_size, at<float>(logits), vocab, states);
     }
     nb::list found;
     for (const ChainChoice& choice : step.choices) {
@@ -170,6 +168,12 @@ nb::object chain_step(CpuEngine& engine, Program& program, const nb::sequence& g
         found.append(nb::make_tuple(choice.num_accepted, choice.token));
     }
     return nb::make_tuple(step.pass_s, found);
+}
+
+// The same for a program that gives logits and nothing else.
+nb::object chain_step(CpuEngine& engine, Program& program, const nb::sequence& given, int64_t block_size, Address logits,
+                      int64_t max_rows, int64_t vocab) {
+    return chain_step_with_states(engine, program, given, block_size, logits, max_rows, vocab, {});
 }
 
 void run_program(Program& program, const std::vector<Address>& addresses, int64_t rows, int64_t logit_rows,
@@ -326,6 +330,7 @@ NB_MODULE(_native, module) {
     engine.def("pack", &pack).def("pack_grouped", &pack_grouped).def("gumbel", &gumbel)
         .def("draft_chains", &draft_chains).def("walk_trees", &walk_plain_trees)
         .def("chain_step", &chain_step)
+        .def("chain_step_with_states", &chain_step_with_states)
         .def("stream_read", [](CpuEngine& self, Address data, int64_t size) {
             const nb::gil_scoped_release released;
             return self.stream_read(at<void>(data), size);

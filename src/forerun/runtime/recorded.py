@@ -69,7 +69,8 @@ class RecordedRunner(EagerRunner):
         self._below = below
         self._scratch = torch.empty(0, first.widths[0])
         plain = below is first and passes.past_start is None and not passes.shift  # as a target's passes are
-        is_known = hasattr(first.engine, "chain_step")  # not to an extension that was built before there was this call
+        call = "chain_step_with_states" if passes.hidden_layers else "chain_step"
+        is_known = hasattr(first.engine, call)  # not to an extension that was built before there was this call
         self.chooses = is_known and plain and not passes.fed_size  # it gives logits, and layers' states at most
         self._room: LogitsRoom | None = None  # of `choose`
 
@@ -82,11 +83,14 @@ class RecordedRunner(EagerRunner):
         first, layers = self._first, self._passes.hidden_layers
         if self._room is None:
             self._room = LogitsRoom(first.max_rows, first.widths[0])
-        num_rows = sum([len(chain.tokens) for chain in chains]) if layers else 0
-        hidden = [torch.empty(num_rows, width) for width in first.widths[1:]]
-        to = [states.data_ptr() for states in hidden]
-        chosen = first.engine.chain_step(first.native, chains, self._block_size, *self._room.given, *to)
-        return None if chosen is None else Chosen(*chosen, dict(zip(layers, hidden, strict=True)))
+        given = first.native, chains, self._block_size, *self._room.given
+        if not layers:
+            chosen = first.engine.chain_step(*given)
+            return None if chosen is None else Chosen(*chosen, {})
+        num_rows = sum([len(chain.tokens) for chain in chains])
+        states = [torch.empty(num_rows, width) for width in first.widths[1:]]
+        chosen = first.engine.chain_step_with_states(*given, [each.data_ptr() for each in states])
+        return None if chosen is None else Chosen(*chosen, dict(zip(layers, states, strict=True)))
 
     def run_below(self, batch: ForwardBatch, features: Tensor | None) -> PassOutput:
         """See `EagerRunner`."""

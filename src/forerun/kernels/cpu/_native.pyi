@@ -28,7 +28,11 @@ class CpuEngine:
     ) -> list[tuple[tuple[int, ...], int]]: ...
     def chain_step(
         self, program: Program, chains: Sequence[tuple[Any, ...]], block_size: int, logits: int, max_rows: int,
-        vocab: int, /, *states: int,
+        vocab: int, /,
+    ) -> tuple[float, list[tuple[int, int]]] | None: ...  # fmt: skip
+    def chain_step_with_states(
+        self, program: Program, chains: Sequence[tuple[Any, ...]], block_size: int, logits: int, max_rows: int,
+        vocab: int, states: Sequence[int], /,
     ) -> tuple[float, list[tuple[int, int]]] | None: ...  # fmt: skip
     def draft_chains(
         self, first: Program, below: Program, sequences: Sequence[tuple[Any, ...]], addresses: Sequence[int],
