@@ -34,6 +34,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "draft": {"adaptive": False, "tree_width": 1},
     "mtp": {"adaptive": False, "tree_width": 1},  # a state of the target for every row
     "eagle": {"adaptive": False, "tree_width": 1},  # those of three layers
+    "medusa": {"adaptive": False, "tree_width": 1},  # that after the last norm
     "portfolio=ngram+draft": {"adaptive": False},
 }
 
@@ -237,7 +238,7 @@ def test_rows_of_a_drafter_that_come_after_their_block_is_full_are_shared_at_onc
 # -- which steps ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram", "draft", "mtp", "eagle"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft", "mtp", "eagle", "medusa"])
 def test_all_steps_of_a_usual_request_but_that_of_its_prompt(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engine(drafter)
     with counted(monkeypatch) as steps:
