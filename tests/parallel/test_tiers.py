@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -23,6 +24,7 @@ from forerun.errors import ConfigError
 from forerun.runtime.parallel.spilling import RankedSpill, open_tier
 from tests.models import factory
 from tests.parallel.test_ranks import WORKER, folder, open_llm
+from tests.support import harness
 from tests.support.processes import own_processes
 
 __all__ = ["folder"]
@@ -148,6 +150,32 @@ def test_a_rank_whose_folder_hangs_holds_up_nobody_for_long(
     check(llm, truth)
     assert not lower_of(llm)._readings
     assert check(again(ranked, tmp_path), truth)[0] == 32
+
+
+def test_a_prompt_is_handed_over_when_all_ranks_have_it(ranked: LLM, tmp_path: Path) -> None:
+    """What one lacks is stored again on that one; if it takes nothing, the request fails."""
+    llm = again(ranked, tmp_path)
+    lower = lower_of(llm)
+    group = harness.request(0, PREFIX, SamplingParams(max_tokens=1, ignore_eos=True), 64)
+    harness.run(llm.engine, [group])
+    request = group.samples[0].request
+    wanted = lower._keys(request)
+    assert len(wanted) == 7
+    lower.hand_over([request])
+    assert request.error is None and not lower.spill.lacking(wanted)
+    for rank in (1, 0):
+        victim = file_of(tmp_path, rank, PREFIX[4:8])
+        content = victim.read_bytes()
+        victim.unlink()
+        assert lower.spill.lacking(wanted) == [wanted[1]]
+        lower.hand_over([request])
+        assert request.error is None and not lower.spill.lacking(wanted) and victim.read_bytes() == content
+    files = file_of(tmp_path, 1, PREFIX[4:8]).parent
+    num_left = 7 - len(list(files.glob("*.kv")))
+    shutil.rmtree(files)
+    files.write_text("")  # nothing can be written there
+    lower.hand_over([request])
+    assert num_left < 7 and f"have only {num_left} of its 7 blocks" in str(request.error)
 
 
 def test_a_rank_that_cannot_store_is_named(ranked: LLM, tmp_path: Path, truth: list[tuple[int, ...]]) -> None:
