@@ -27,6 +27,7 @@ from forerun.models.gguf_export import export_gguf
 from forerun.server.app import create_app
 from forerun.weights.resolve import resolve_model
 from tests.server.conftest import running, settings
+from tests.support import other_tokens
 from tests.support.fake_hub import FakeHub, pretended
 from tests.support.scripts import run_script
 
@@ -57,6 +58,7 @@ CUTS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("bench", "curve"): ("--tokens", "1,2", "--context", "4", "--repeats", "1"),
     ("bench", "serve"): ("--num-requests", "2", "--max-tokens", "3", "--warmup", "0"),
     ("train", "answers"): ("--answer-tokens", "4"),
+    ("lab", "assisted"): ("--limit", "1", "--max-tokens", "4"),
     ("train", "eagle3"): ("--recipe", "short.toml", "--steps", "2", "--tokens-per-step", "512"),
 }
 SHORT_RECIPE = """
@@ -73,6 +75,7 @@ precision = "float32"
 TALKS = ("chat", "run")  # with a model alone, with whoever types
 PLACEHOLDERS = {"NAME": "ngram"}
 MODELS = ("MODEL", "SMALL", "Llama-3.2-1B-Instruct", "Qwen2.5-0.5B-Instruct", "big-model", "small-model", "model")
+FOREIGN = "runs/mini-foreign/export"  # a draft model with another tokenizer
 HUB = ("Qwen/Qwen2.5-0.5B-Instruct",)
 HUB_GGUF = {"bartowski/Llama-3.2-1B-Instruct-GGUF": "Q4_K_M", "org/name": "Q8_0"}
 PROMPT_FILES = ("prompts.jsonl", "PROMPTS.jsonl", "FILE.jsonl", "mine.jsonl", "question.jsonl", "text.jsonl")
@@ -176,12 +179,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_commands(
     block: Block, run: Any, folder: Path, gguf: bytes, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    if FOREIGN in block.text:
+        (folder / FOREIGN).parent.mkdir(parents=True)
+        other_tokens.with_unused_row(other_tokens.write_renumbered(resolve_model("mini-draft"), folder / FOREIGN))
     files = {path.name: path.read_bytes() for path in resolve_model("mini-draft").iterdir() if path.is_file()}
     quants = {name: {f"model-{quant}.gguf": gguf} for name, quant in HUB_GGUF.items()}
     with pretended(FakeHub({**dict.fromkeys(HUB, files), **quants}), tmp_path / "hub"):
         for line in block.commands():
             if script := re.match(r"python lab/(\w+)\.py ", line):
-                run_script(script[1], *shlex.split(line, comments=True)[2:])
+                cuts = CUTS.get(("lab", script[1]), ())
+                run_script(script[1], *shlex.split(line, comments=True)[2:], *cuts)
                 continue
             path, command, words = command_of([PLACEHOLDERS.get(word, word) for word in words_of(line)])
             if line in NOT_RUN:

@@ -7,30 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 import assisted
 from forerun.weights.resolve import resolve_model
 from tests.support import mini, other_tokens
 
 
-def with_unused_row(folder: Path) -> Path:
-    """One more row in the embedding: transformers takes vocabularies of one size for the same."""
-    tensors = load_file(folder / "model.safetensors")
-    rows = tensors["model.embed_tokens.weight"]
-    tensors["model.embed_tokens.weight"] = torch.cat([rows, torch.zeros_like(rows[:1])])
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(rows) + 1}), "utf-8")
-    return folder
-
-
 def test_both_are_counted_and_say_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The embedded draft model under other ids drafts for both; each pass brings what was accepted, and one token."""
-    draft = with_unused_row(other_tokens.write_renumbered(resolve_model("mini-draft"), tmp_path / "draft"))
+    draft = other_tokens.with_unused_row(other_tokens.write_renumbered(resolve_model("mini-draft"), tmp_path / "draft"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in mini.PROMPTS[:2]), "utf-8")
     arguments = ["mini", str(draft), "--prompts", str(prompts), "--max-tokens", "12", "--drafts", "3"]

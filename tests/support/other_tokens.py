@@ -83,6 +83,17 @@ def write_renumbered(source: Path, folder: Path, seed: int = 0) -> Path:
     return folder
 
 
+def with_unused_row(folder: Path) -> Path:
+    """One more row in the embedding: transformers takes vocabularies of one size for the same."""
+    tensors = load_file(folder / "model.safetensors")
+    rows = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = torch.cat([rows, torch.zeros_like(rows[:1])])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": len(rows) + 1}), "utf-8")
+    return folder
+
+
 @lru_cache(maxsize=1)
 def pair() -> tuple[Model, Model, Translation]:
     """A random target of 96 letters and a random draft model with `backwards`."""
