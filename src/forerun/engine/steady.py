@@ -93,10 +93,10 @@ class SteadySteps:
                 return None
             position, seed = request.num_computed, request.seed
             chains.append(PlainChain(request.block_ids, position, tokens, params.temperature, seed, entry.stream))
-        chosen = self._choose(engine, chains)
+        chosen = self._decide(engine, chains)
         return None if chosen is None else self._commit(engine, drafts, chains, chosen)
 
-    def _choose(self, engine: Engine, chains: Sequence[PlainChain]) -> Chosen | None:
+    def _decide(self, engine: Engine, chains: Sequence[PlainChain]) -> Chosen | None:
         """Run the pass and choose tokens from it; None as for `step`."""
         chosen = None if self._stepper is None else self._stepper.choose(chains)
         if chosen is None:
