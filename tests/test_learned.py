@@ -151,6 +151,21 @@ def test_what_was_kept_follows_the_plain_steps_of_this_process(tmp_path: Path) -
     assert made.costs.step_s(8) == pytest.approx(3.0)
 
 
+def test_plain_steps_of_more_requests_tell_as_well_and_slower_ones_nothing(tmp_path: Path) -> None:
+    busy, other, slower = policy(), policy(), policy()
+    for _ in range(8):
+        busy.costs.learn_step(1, False, 4.0)
+        busy.costs.calls["m"].learn(1, 4, 4, 0, 1.0)
+    Kept(tmp_path, ABOUT).save(busy)
+    assert Kept(tmp_path, ABOUT).load(other) and Kept(tmp_path, ABOUT).load(slower)
+    for _ in range(8):
+        other.costs.learn_step(8, False, 2.0)  # as long as the pass alone; one of a request took four times as long
+        slower.costs.learn_step(1, False, 8.0)
+    assert other.costs.calls["m"].call_s(4, 1) == pytest.approx(0.25)
+    assert other.plain_step_s(1) == pytest.approx(1.0)
+    assert slower.costs.calls["m"].call_s(4, 1) == pytest.approx(1.0)
+
+
 def test_where_nothing_can_be_written_nothing_is(tmp_path: Path) -> None:
     file = tmp_path / "a file"
     file.touch()

@@ -5,7 +5,7 @@ Knows: seconds measured when the engine was built, and seconds of its steps sinc
 A pass in the running engine is slower than one measured alone: caches are colder, contexts longer, Python runs around
 it. By how much is followed for the row counts that were measured, apart for plain steps and steps with drafts.
 
-What another process has measured holds relative to its plain steps: it may have shared the machine, or this one does.
+What another process has measured is cut where plain steps are faster now than they were in it: it shared the machine.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ class Costs:
     calls: dict[str, CallCosts] = field(default_factory=dict)  # of every drafter
     _most_like: dict[tuple[bool, int], tuple[Mean, float]] = field(default_factory=dict, compare=False)
     _kept: list[tuple[Mean, int]] = field(default_factory=list, compare=False)  # by another process, and their `num`
-    _gauge: Mean | None = field(default=None, compare=False)  # of plain steps: how fast the machine is now
+    _gauge: Mean | None = field(default=None, compare=False)  # the plain steps that what was kept follows
+    _least: float = field(default=0.0, compare=False)  # of them so far
 
     # -- queries ------------------------------------------------------------------------------------------------
 
@@ -205,13 +206,14 @@ class Costs:
         if num_rows > self.passes.max_rows:
             return
         kind = drafts, self.passes.nearest(num_rows)
+        follows = bool(self._kept) and not drafts
+        believed = self._find_most_like(False, num_rows)[0].value if follows else 0.0
         if kind not in self.slowness:
             self.slowness[kind] = Mean(1.0)
             self._most_like.clear()
         slowness, pass_s = self._most_like.get((drafts, num_rows)) or self._find_most_like(drafts, num_rows)
-        believed = slowness.value
         slowness.learn(seconds / pass_s)
-        if self._kept and not drafts:
+        if follows:
             self._follow(slowness, believed)
 
     def keep(self, kept: Sequence[Mean]) -> None:
@@ -219,14 +221,21 @@ class Costs:
         self._kept = [(mean, mean.num) for mean in kept]
 
     def _follow(self, plain: Mean, believed: float) -> None:
-        """Plain steps were believed to be slower or faster: so is the rest of what was kept, until it is measured."""
-        if self._gauge is None and any(mean is plain for mean, _ in self._kept):
-            self._gauge = plain
-        if plain is not self._gauge or believed <= 0.0:
+        """Plain steps are faster than was believed: so is the rest of what was kept, until it is measured.
+
+        Not so where they are slower: drafts that are taken for too cheap are made, and measured.
+        """
+        if self._gauge is None:
+            self._gauge, self._least = plain, believed
+        if plain is not self._gauge:
             return
-        self._kept = [(mean, num) for mean, num in self._kept if mean.num == num] if plain.num <= SETTLING else []
-        for mean, _ in self._kept:
-            mean.value *= plain.value / believed
+        if plain.value < self._least:
+            ratio, self._least = plain.value / self._least, plain.value
+            for mean, num in self._kept:
+                if mean.num == num:
+                    mean.value *= ratio
+        if plain.num > SETTLING:
+            self._kept = []
 
 
 def rows_to_measure(max_nodes: int, max_rows: int) -> Sequence[int]:
