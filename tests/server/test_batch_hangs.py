@@ -116,7 +116,7 @@ def test_an_upload_and_a_download_that_hang_are_given_up(
 ) -> None:
     """What was written of an upload is deleted, and its bytes count no more, once the folder answers."""
     monkeypatch.setattr(stored_files, "STEP_BYTES", 1000)
-    monkeypatch.setattr(batch_api, "STEP_BYTES", 1000)
+    monkeypatch.setattr(batch_api, "PIECE_BYTES", 1000)
     rows = data_of(GIVEN)
     with client_of(llm, batch_dir=tmp_path, max_batch_bytes=2 * len(rows)) as client:
         kept = upload(client, GIVEN)

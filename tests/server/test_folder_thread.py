@@ -22,8 +22,9 @@ from forerun.server.folder_thread import FolderThread
 def hanging(monkeypatch: pytest.MonkeyPatch) -> tuple[FolderThread, Event]:
     """A thread that waits for the event."""
     monkeypatch.setattr(folder_thread, "ANSWER_S", 0.05)
-    thread, goes_on = FolderThread("test"), Event()
-    thread.submit(goes_on.wait, 60)
+    thread, begun, goes_on = FolderThread("test"), Event(), Event()
+    thread.submit(lambda: (begun.set(), goes_on.wait(60)))
+    assert begun.wait(60)
     return thread, goes_on
 
 
@@ -103,6 +104,50 @@ def test_steps_that_are_given_up_are_closed(monkeypatch: pytest.MonkeyPatch) -> 
         assert closed == [True]
 
     asyncio.run(use())
+
+
+def test_what_has_begun_goes_on_however_many_wait_and_is_not_to_be_sent_again(
+    hanging: tuple[FolderThread, Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, goes_on = hanging
+    monkeypatch.setattr(folder_thread, "MOST_WAITING", 0)
+
+    def steps() -> Generator[str | None, None, None]:
+        yield None
+        yield "done"
+
+    async def use() -> None:
+        with pytest.raises(ApiError, match="0 others wait") as raised:
+            await thread.answer(lambda: "done")
+        assert "X-Should-Retry" not in (raised.value.headers or {}), "nothing of it was done"
+        unbegun = steps()
+        with pytest.raises(ApiError, match="0 others wait"):
+            await thread.answer_by_steps(unbegun)
+        assert not thread._waiting and list(unbegun) == [], "closed at once"
+        goes_on.set()
+        begun = steps()
+        next(begun)
+        assert await thread.answer_by_steps(begun) == "done"
+        again = Event()
+        with pytest.raises(ApiError, match="has not answered") as raised:
+            await thread.answer(lambda: again.wait(60), True)
+        assert (raised.value.headers or {})["X-Should-Retry"] == "false"
+        again.set()
+
+    asyncio.run(use())
+
+
+def test_a_thread_that_could_not_begin_begins_with_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = FolderThread("test")
+
+    def fails(*given: object, **named: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_thread, "Thread", fails)
+        with pytest.raises(RuntimeError, match="can't start"):
+            thread.submit(print)
+    assert thread.submit(lambda: "done").result(10) == "done"
 
 
 def test_errors_of_calls_are_theirs() -> None:

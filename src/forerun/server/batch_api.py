@@ -28,7 +28,7 @@ from forerun.server.folder_thread import ANSWER_S, FolderThread
 from forerun.server.params import MAX_PRIORITY
 from forerun.server.schema import Body
 from forerun.server.settings import ServerSettings
-from forerun.server.stored_files import PURPOSES, STEP_BYTES, FileStore, page
+from forerun.server.stored_files import PURPOSES, FileStore, page
 from forerun.server.streams import Service
 
 NOT_SERVED = (
@@ -37,6 +37,7 @@ NOT_SERVED = (
 )
 LONGEST_ROW_S: Final = 7 * 86400.0  # a row of a batch waits behind other requests
 FILES_PATH = "/v1/files"
+PIECE_BYTES: Final = 1 << 18  # of a download: what a client that stops reading holds
 MAX_METADATA = 16  # entries, each name of at most 64 characters and value of at most 512: OpenAI's limits
 DEFAULT_PAGE = 20  # batches; of files, all
 log = logging.getLogger("forerun.server")
@@ -201,7 +202,7 @@ def _add_files(router: APIRouter, folder: BatchFolder) -> None:
 async def _pieces(thread: FolderThread, file: BinaryIO, left: int) -> AsyncIterator[bytes]:
     """The first so many bytes of a file, which is closed then."""
     try:
-        while left > 0 and (piece := await thread.answer(partial(file.read, min(left, STEP_BYTES)))):
+        while left > 0 and (piece := await thread.answer(partial(file.read, min(left, PIECE_BYTES)), True)):
             left -= len(piece)
             yield piece
     finally:

@@ -361,7 +361,10 @@ class BatchJobs:
         self._check_owner()
         job.why_failed = why_failed
         for file_id, name in ((job.output_id, "output"), (job.errors_id, "errors")):
-            if self._files.path(file_id).exists():
+            path = self._files.path(file_id)
+            if path.exists() and path.stat().st_size == 0:  # opened for a row that was answered later
+                path.unlink()
+            if path.exists():
                 self._files.adopt(file_id, f"{job.id}_{name}.jsonl", OUTPUT, job.tenant)
                 job.written = [*{*job.written, file_id}]
         job.enter(status)

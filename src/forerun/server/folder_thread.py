@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextvars import copy_context
 from functools import partial
+from inspect import GEN_CREATED, getgeneratorstate
 from threading import Condition, Thread
 from typing import Any, Final, TypeVar
 
@@ -38,8 +39,8 @@ class FolderThread:
             self._waiting.append((future, partial(copy_context().run, work, *given)))
             self._changed.notify()
             if not self._is_running:
-                self._is_running = True
                 Thread(target=self._run, name=self._name, daemon=True).start()
+                self._is_running = True
         return future
 
     def _run(self) -> None:
@@ -60,9 +61,12 @@ class FolderThread:
         """What a call gives, however long it takes. One that is cancelled before it began is not made."""
         return await self._wait(self.submit(work, *given), None)
 
-    async def answer(self, work: Callable[[], T]) -> T:
-        """What a call gives for a client, who waits `ANSWER_S` for it. Raises ApiError 503 then; see `do`."""
-        if len(self._waiting) >= MOST_WAITING:
+    async def answer(self, work: Callable[[], T], goes_on: bool = False) -> T:
+        """What a call gives for a client, who waits `ANSWER_S` for it. Raises ApiError 503 then; see `do`.
+
+        One that goes on with what has begun is taken however many wait.
+        """
+        if not goes_on and len(self._waiting) >= MOST_WAITING:
             raise _no_answer(f"{MOST_WAITING} others wait for it")
         return await self._wait(self.submit(work), ANSWER_S)
 
@@ -74,10 +78,13 @@ class FolderThread:
         try:
             found: T | None = None
             while found is None:
-                found = await self.answer(partial(next, steps))
+                found = await self.answer(partial(next, steps), getgeneratorstate(steps) != GEN_CREATED)
             return found
         except BaseException:
-            self.submit(steps.close)
+            if getgeneratorstate(steps) == GEN_CREATED:
+                steps.close()  # there is nothing to close
+            else:
+                self.submit(steps.close)
             raise
 
     async def _wait(self, future: Future[T], longest_s: float | None) -> T:
@@ -85,7 +92,7 @@ class FolderThread:
         try:
             await asyncio.wait({waiting}, timeout=longest_s)  # no `timeout`: a call may end with a TimeoutError, too
             if not waiting.done():
-                raise _no_answer(f"it has not answered for {longest_s:g} s")
+                raise _no_answer(f"it has not answered for {longest_s:g} s", future.running())
             found: T = waiting.result()
             return found
         finally:
@@ -99,8 +106,11 @@ class FolderThread:
             self._waiting = deque(each for each in self._waiting if each[0] is not future)
 
 
-def _no_answer(why: str) -> ApiError:
+def _no_answer(why: str, has_begun: bool = False) -> ApiError:
+    headers = {"Retry-After": f"{ANSWER_S:.0f}"}
+    if has_begun:  # OpenAI's clients try again by themselves unless told not to, and a batch would be there twice
+        headers["X-Should-Retry"] = "false"
     return ApiError(
         503, f"the server's folder of files and batches hangs ({why}): try again later, and look first whether this "
-             "request was done all the same", code="folder_hangs", headers={"Retry-After": f"{ANSWER_S:.0f}"},
+             "request was done all the same", code="folder_hangs", headers=headers,
     )  # fmt: skip

@@ -64,7 +64,7 @@ class CpuKernels(CpuRecurrentOps):
             raise KernelError(f"threads must be at least 1, not {threads}")
         if isa is not None and isa not in _native.available_isas():
             own = ", ".join(_native.available_isas())
-            raise KernelError(f"isa {isa!r} is not available here; choose from {own}, which this CPU has")
+            raise KernelError(f"instruction set {isa!r} is not available here; choose from {own}, which this CPU has")
         pinned = pins(num_threads, pin)
         self.engine, self.is_pinned = _native.CpuEngine(num_threads, isa or "", pinned), bool(pinned)
         self.name = f"cpu-{self.engine.isa}"
