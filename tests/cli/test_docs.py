@@ -151,6 +151,7 @@ def server() -> Iterator[str]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where commands run: stand-ins for all that the pages name."""
+    logging.getLogger("forerun").handlers.clear()  # of commands that have ended: their streams are closed
     folder = tmp_path / "checkout"
     folder.mkdir()
     model = resolve_model("mini-draft")
