@@ -143,7 +143,6 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The address of a server of mini in this process; tests/server/test_serve_command.py has one of its own."""
-    logging.getLogger("forerun").handlers.clear()  # of commands that have ended
     with running(create_app(LLM("mini", drafter="ngram"), settings())) as address:
         yield address
 

@@ -177,7 +177,7 @@ class Costs:
     _most_like: dict[tuple[bool, int], tuple[Mean, float]] = field(default_factory=dict, compare=False)
     _kept: list[tuple[Mean, int]] = field(default_factory=list, compare=False)  # by another process, and their `num`
     _gauge: Mean | None = field(default=None, compare=False)  # the plain steps that what was kept follows
-    _least: float = field(default=0.0, compare=False)  # of them so far
+    _least: float = field(default=0.0, compare=False)  # of what they were believed to be, and have been since
 
     # -- queries ------------------------------------------------------------------------------------------------
 
@@ -207,26 +207,27 @@ class Costs:
             return
         kind = drafts, self.passes.nearest(num_rows)
         follows = bool(self._kept) and not drafts
-        believed = self._find_most_like(False, num_rows)[0].value if follows else 0.0
+        if follows and self._gauge is None:
+            self._least = self._find_most_like(False, num_rows)[0].value  # as was believed
         if kind not in self.slowness:
             self.slowness[kind] = Mean(1.0)
             self._most_like.clear()
         slowness, pass_s = self._most_like.get((drafts, num_rows)) or self._find_most_like(drafts, num_rows)
         slowness.learn(seconds / pass_s)
         if follows:
-            self._follow(slowness, believed)
+            self._follow(slowness)
 
     def keep(self, kept: Sequence[Mean]) -> None:
         """These were measured by another process, together with its plain steps."""
         self._kept = [(mean, mean.num) for mean in kept]
 
-    def _follow(self, plain: Mean, believed: float) -> None:
+    def _follow(self, plain: Mean) -> None:
         """Plain steps are faster than was believed: so is the rest of what was kept, until it is measured.
 
         Not so where they are slower: drafts that are taken for too cheap are made, and measured.
         """
         if self._gauge is None:
-            self._gauge, self._least = plain, believed
+            self._gauge = plain
         if plain is not self._gauge:
             return
         if plain.value < self._least:
