@@ -540,10 +540,13 @@ def hf_logits(folder: Path, tokens: Sequence[int], dtype: torch.dtype) -> Tensor
 @torch.no_grad()
 def hf_logits_stepwise(folder: Path, tokens: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The same token by token -> [len(tokens), V] float64."""
+    from forerun.models.hf import cache_name
+
     model, cache, rows = hf_model(folder, dtype), None, []
+    name = cache_name(model)
     for token in tokens:
-        out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(torch.tensor([[token]]), **{name: cache}, use_cache=True)
+        cache = getattr(out, name)
         rows.append(out.logits[0, -1].double())
     return torch.stack(rows)
 

@@ -29,7 +29,7 @@ from forerun.models.base import CommittedPath, LayerSpec, PassOutput
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.hf_matrices import ALL_ROWS, ROWS, WITHOUT_LOGITS, kernel_bytes, kernel_parameters
 
-CACHE_NAMES = ("past_key_values", "cache_params", "state")
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")  # the first from transformers 5.24 on
 POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "context_length")
 MOST_POSITIONS = 1 << 20  # so many are tried of masks; and for models that state no limit (recurrent ones)
 # Families whose first position is the one after padding's entry of the table of positions, by RoBERTa's example.
@@ -69,7 +69,7 @@ class HFModel:
     def __init__(self, module: Any, device: torch.device = CPU) -> None:
         """`module` is a loaded AutoModelForCausalLM in evaluation mode, on `device`."""
         self._module = module
-        self._cache_name = _cache_name(module)
+        self._cache_name = cache_name(module)
         self._ropes = _changing_ropes(module)
         self._one_caller: AbstractContextManager[Any] = Lock() if self._ropes else nullcontext()
         self._states: dict[str, _SequenceState] = {}
@@ -231,7 +231,8 @@ def _changing_ropes(module: Any) -> list[_Rope]:
     return [_Rope(part) for part, kind in kinds if "dynamic" in kind or "longrope" in kind]
 
 
-def _cache_name(module: Any) -> str:
+def cache_name(module: Any) -> str:
+    """What the module calls its cache, as an argument and in what it returns; UnsupportedError without one."""
     accepted = inspect.signature(module.forward).parameters
     name = next((name for name in CACHE_NAMES if name in accepted), None)
     if name is None:
