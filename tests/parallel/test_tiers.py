@@ -178,6 +178,40 @@ def test_a_prompt_is_handed_over_when_all_ranks_have_it(ranked: LLM, tmp_path: P
     assert num_left < 7 and f"have only {num_left} of its 7 blocks" in str(request.error)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk is made of /dev/full")
+def test_a_rank_whose_disk_is_full_fails_a_prompt_that_is_read_for_others(
+    ranked: LLM, tmp_path: Path, truth: list[tuple[int, ...]]
+) -> None:
+    """Not its answer: that loads what all have and computes the rest. With room again the prompt is handed over."""
+    pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
+    from tests.server.conftest import client_of
+
+    asked = {"model": "mini", "prompt": PROMPTS[0], "temperature": 0, "max_tokens": 12, "ignore_eos": True,
+             "return_token_ids": True}  # fmt: skip
+
+    def post(llm: LLM, prefill_only: bool = True) -> Any:
+        begun = perf_counter()
+        with client_of(llm, prefill_only=prefill_only) as client:
+            found = client.post("/v1/completions", json=asked)
+        assert perf_counter() - begun < tiered.LONGEST_WAIT_S, "it waited for a time limit"
+        return found
+
+    def cached(answer: Any) -> int:
+        assert answer.status_code == 200, answer.text
+        num: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return num
+
+    assert cached(post(again(ranked, tmp_path))) == 0
+    victim, reading = file_of(tmp_path, 1, PREFIX[12:16]), again(ranked, tmp_path)
+    victim.unlink()
+    victim.with_name(victim.name + ".new").symlink_to("/dev/full")  # what is written goes there first
+    refused = post(reading)
+    assert refused.status_code == 500 and "have only 7 of its 8 blocks" in refused.text
+    answer = post(again(ranked, tmp_path), prefill_only=False)
+    assert cached(answer) == 12 and tuple(answer.json()["choices"][0]["token_ids"]) == truth[0]
+    assert victim.exists() and cached(post(again(ranked, tmp_path))) == 32
+
+
 def test_a_rank_that_cannot_store_is_named(ranked: LLM, tmp_path: Path, truth: list[tuple[int, ...]]) -> None:
     llm = again(ranked, tmp_path / "kv")
     spill, tier = lower_of(llm).spill, DiskTier(tmp_path / "kv", 1 << 20, {})
