@@ -178,6 +178,32 @@ def test_a_request_that_brings_replicas_down_does_not_bring_down_all(fleet: Test
     assert len(replicas.orders) == fleets.MAX_ALL_DEATHS
 
 
+def test_replicas_that_end_while_a_request_waits_for_a_seat_are_no_proof_against_it(
+    fleet: TestClient, replicas: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(num_lost: int) -> int:
+        replicas.orders.clear()
+        replicas.lost = lambda order, said: order < num_lost and said == 1  # taken, without a token
+        status = fleet.post(CHAT, json=body(ASKED["drawn"])).status_code
+        assert len(replicas.orders) == min(num_lost + (status == 200), fleets.MAX_ALL_DEATHS)
+        return status
+
+    for replica in replicas.replicas.values():
+        monkeypatch.setattr(replica._service, "num_behind", lambda num_samples: 1)
+    assert asked(fleets.MAX_ALL_DEATHS - 1) == 200
+    assert asked(fleets.MAX_ALL_DEATHS) == 503
+
+
+def test_a_replica_knows_how_many_wait_for_a_seat(replicas: InProcess) -> None:
+    service = replicas.replicas["r0"]._service
+    assert service.num_behind(service.num_seats) == 0
+    service._num_open = 1
+    try:
+        assert service.num_behind(service.num_seats) == 1
+    finally:
+        service._num_open = 0
+
+
 def test_engines_that_fail_count_as_deaths_and_full_ones_do_not(
     fleet: TestClient, replicas: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:

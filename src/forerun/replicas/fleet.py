@@ -36,8 +36,9 @@ from forerun.weights.tokenizer import Tokenizer
 
 MAX_TRIES: Final = 8  # replicas that may be lost on a request, or refuse it, without bringing a token
 # Replicas that may end under a request. One that brings an engine down does so again at the same place, so that the
-# second is proof enough; where tokens came in between, it may be chance, such as nodes that are taken away.
-MAX_DEATHS: Final = 2  # without a token in between
+# second is proof enough; where tokens came in between, or the request may still have waited behind others, it may be
+# chance, such as nodes that are taken away.
+MAX_DEATHS: Final = 2  # without a token in between, and with a seat from the start
 MAX_ALL_DEATHS: Final = 5
 RECOVERY_S: Final = 120.0  # for a replica to accept a request: one that died is started anew meanwhile
 DESCRIBE_S: Final = 0.5  # until replicas are asked again what they are
@@ -109,7 +110,7 @@ class RemoteStream:
         self._ordered = ordered
         self._avoid: list[str] = []
         self._num_tries = 0  # that failed since the last token
-        self._num_deaths = 0  # among them
+        self._num_deaths = 0  # of replicas that computed it, among them
         self._num_all_deaths = 0
         self._num_steps: dict[int, int] = {}  # by sample
         self._lost_steps: dict[int, int] = {}  # of those, on replicas that were lost
@@ -148,11 +149,11 @@ class RemoteStream:
 
     async def _one_replica(self) -> AsyncIterator[list[Delta]]:
         """What one replica brings. Raises ReplicaLost if it ends before the answer does."""
-        name = ""
+        accepted: Accepted | None = None
         order = self._ordered.order(self._avoid, self._fleet.kind)
         try:
             async with aclosing(self._fleet.replicas.run(order)) as said:  # type: ignore[type-var]
-                name = await self._accepted(said)
+                accepted = await self._accepted(said)
                 async for each in said:
                     match each:
                         case Refusal():
@@ -164,18 +165,18 @@ class RemoteStream:
             if self._ordered.written:
                 raise ReplicaLost("it ended in the middle of an answer")
         except ReplicaLost as error:
-            error.replica = name
+            error.accepted = accepted
             raise
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():  # the client has left, or this process ends
                 raise
             lost = ReplicaLost("its answer was given up on the way")
-            lost.replica = name
+            lost.accepted = accepted
             raise lost from None
 
-    async def _accepted(self, said: AsyncIterator[Said]) -> str:
-        """The name of the replica that took the order."""
+    async def _accepted(self, said: AsyncIterator[Said]) -> Accepted:
+        """What the replica said that took the order."""
         try:
             first = await asyncio.wait_for(anext(said, None), min(RECOVERY_S, self._left_s()))
         except TimeoutError:
@@ -185,7 +186,7 @@ class RemoteStream:
             raise ReplicaLost("it did not take the order")
         if self._fleet.reader is not None:
             self._fleet.reader.known(self._ordered)
-        return first.replica
+        return first
 
     def _left_s(self) -> float:
         """Until the request's deadline."""
@@ -220,11 +221,12 @@ class RemoteStream:
     async def _lost(self, error: ReplicaLost) -> None:
         """Wait a little before another replica is asked; raises ApiError if none is to be."""
         request_id = self._ordered.group.request_id
-        log.warning("a replica was lost", extra={"request": request_id, "replica": error.replica, "why": str(error)})
-        if error.replica and error.replica not in self._avoid:
-            self._avoid.append(error.replica)
+        accepted = error.accepted or Accepted("")
+        log.warning("a replica was lost", extra={"request": request_id, "replica": accepted.replica, "why": str(error)})
+        if accepted.replica and accepted.replica not in self._avoid:
+            self._avoid.append(accepted.replica)
         self._num_tries += 1
-        self._num_deaths += error.died
+        self._num_deaths += error.died and not accepted.waits
         self._num_all_deaths += error.died
         enough = self._num_deaths >= MAX_DEATHS or self._num_all_deaths >= MAX_ALL_DEATHS
         if not self._fleet.failover or enough or self._num_tries >= MAX_TRIES:

@@ -24,6 +24,7 @@ from forerun.replicas.prefill import PromptReader
 from forerun.replicas.replica import Description, Replica, Said
 from forerun.replicas.routing import ROUTERS
 from forerun.replicas.transport import ReplicaLost
+from forerun.server import logs
 from forerun.server.app import application
 from forerun.server.memory import bound_arenas
 from forerun.server.metrics import EngineLoad
@@ -76,6 +77,7 @@ class EngineDeployment:
 
     def __init__(self, deployment: Deployment, prefill_only: bool = False) -> None:
         bound_arenas()
+        logs.configure("text", "warning")
         self._deployment = deployment
         self._stuck_s = deployment.health.stuck_s
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -115,6 +117,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc] # Serve awaits it
         self, deployment: Deployment, engines: Any, readers: Any = None
     ) -> None:
+        logs.configure("text", "warning")
         described = await described_by(lambda: engines.describe.remote(deployment))
         application_name = serve.get_replica_context().app_name
         replicas = RayReplicas(engines, application_name, ENGINE)

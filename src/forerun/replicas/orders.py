@@ -55,6 +55,7 @@ class Accepted(NamedTuple):
     """The first thing a replica says to an order."""
 
     replica: str
+    waits: bool = False  # behind others: it does not compute it yet
 
 
 class Refusal(NamedTuple):

@@ -66,7 +66,8 @@ class Replica:
 
     async def run(self, order: ReplicaOrder) -> AsyncIterator[Said]:
         """The name of this replica, then pieces of the answer until all samples have ended, or a refusal."""
-        yield Accepted(self._name)  # before a refusal, too, so that whoever is refused asks another one next
+        waits = self._service.num_behind(len(order.written)) > 0
+        yield Accepted(self._name, waits)  # before a refusal, too, so that whoever is refused asks another one next
         try:
             if order.kind not in ("", self._kind):
                 raise ApiError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
-from forerun.replicas.orders import Refusal, ReplicaOrder
+from forerun.replicas.orders import Accepted, Refusal, ReplicaOrder
 from forerun.replicas.replica import Said
 from forerun.server.metrics import EngineLoad
 
@@ -19,12 +19,12 @@ class ReplicaLost(Exception):
     def __init__(self, why: str, refusal: Refusal | None = None) -> None:
         super().__init__(why)
         self.refusal = refusal
-        self.replica = ""  # the one that had taken the order
+        self.accepted: Accepted | None = None  # what it had said when it took the order
 
     @property
     def died(self) -> bool:
-        """Whether it ended, or its engine, while it worked on the order: the order may be why."""
-        return bool(self.replica) and (self.refusal is None or self.refusal.code == "engine_error")
+        """Whether it ended, or its engine, after it had taken the order: the order may be why."""
+        return self.accepted is not None and (self.refusal is None or self.refusal.code == "engine_error")
 
 
 class Replicas(Protocol):

@@ -168,15 +168,18 @@ class EngineService:
         """All metrics, as Prometheus reads them."""
         return await asyncio.to_thread(self.metrics.text)
 
+    def num_behind(self, num_samples: int) -> int:
+        """How many would wait for a seat with `num_samples` more."""
+        return max(0, self._num_open + num_samples - self.num_seats)
+
     def check_room(self, num_samples: int) -> None:
         """Raise ApiError 429 if `num_samples` more would overfill the queue, 503 if the engine is down."""
         if self._closing:
             raise _shutting_down()
         if not self.healthy:
             raise ApiError(503, "the engine has stopped working; see /health", headers={"Retry-After": "30"})
-        slots = self.num_seats
-        if self._num_open + num_samples > slots + self.settings.max_queue:
-            wait_s = ceil(max(1.0, self._usual_s * (self._num_open - slots + num_samples) / slots))
+        if (behind := self.num_behind(num_samples)) > self.settings.max_queue:
+            wait_s = ceil(max(1.0, self._usual_s * behind / self.num_seats))
             raise ApiError(
                 429,
                 f"{self._num_open} requests run or wait, as many as this server takes; try again in {wait_s} s",
