@@ -6,6 +6,7 @@ Knows: options, and how they reach the engine, the server and uvicorn. Does not 
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -271,7 +272,9 @@ def _run(llm: LLM, settings: ServerSettings, listen: dict[str, Any]) -> None:
     from forerun.server.run import Server
 
     server = Server(create_app(llm, settings), **listen)
-    with closing(llm), suppress(KeyboardInterrupt):  # Ctrl-C, which the server has handled
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with closing(llm), suppress(KeyboardInterrupt):  # a signal that the server has handled, raised by uvicorn again
         server.run()
+    signal.signal(signal.SIGTERM, before)
     if server.lost is not None:
         raise server.lost
