@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator
+from functools import partial
+from pathlib import Path
 from threading import Event
 
 import pytest
@@ -148,6 +150,84 @@ def test_a_thread_that_could_not_begin_begins_with_the_next_call(monkeypatch: py
         with pytest.raises(RuntimeError, match="can't start"):
             thread.submit(print)
     assert thread.submit(lambda: "done").result(10) == "done"
+
+
+def test_a_busy_folder_is_not_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has begun waits while others get their answers, and a call's time begins with the call."""
+    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.6)
+    thread = FolderThread("test")
+
+    async def use() -> None:
+        for _ in range(2):
+            thread.submit(time.sleep, 0.15)
+        begun_late = asyncio.create_task(thread.answer(lambda: time.sleep(0.4)))
+        goes_on = asyncio.create_task(thread.answer(lambda: time.sleep(0.4), True))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="has not answered"):
+            await thread.answer(lambda: "never begun")
+        await begun_late
+        await goes_on
+
+    asyncio.run(use())
+
+
+def test_what_goes_on_is_given_up_while_another_call_hangs(hanging: tuple[FolderThread, Event]) -> None:
+    thread, goes_on = hanging
+
+    async def use() -> None:
+        with pytest.raises(ApiError, match="has not answered") as raised:
+            await thread.answer(lambda: "done", True)
+        assert "X-Should-Retry" not in (raised.value.headers or {})
+        goes_on.set()
+
+    asyncio.run(use())
+
+
+def test_errors_that_nobody_waits_for_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of calls that were submitted, given up or cancelled; not what a client did wrong, nor what somebody hears."""
+    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.05)
+    thread = FolderThread("test")
+
+    def fails(begun: Event, goes_on: Event, error: Exception) -> None:
+        begun.set()
+        goes_on.wait(60)
+        raise error
+
+    async def unheard(error: Exception, is_client: bool) -> None:
+        begun, goes_on = Event(), Event()
+        call = partial(fails, begun, goes_on, error)
+        waiting = asyncio.create_task(thread.answer(call) if is_client else thread.do(call))
+        await asyncio.to_thread(begun.wait, 60)
+        if not is_client:
+            waiting.cancel()
+        with pytest.raises((ApiError, asyncio.CancelledError)):
+            await waiting
+        goes_on.set()
+        await thread.do(bool)
+
+    async def use() -> None:
+        thread.submit(Path("/nowhere/a").unlink)
+        await unheard(ValueError("given up"), True)
+        await unheard(ValueError("cancelled"), False)
+        await unheard(ApiError(404, "there is none"), True)
+        await unheard(ApiError(500, "no room"), True)
+        with pytest.raises(ValueError, match="heard"):
+            await thread.do(int, "heard")
+
+    asyncio.run(use())
+    said = [
+        (vars(record)["what"].rpartition(".")[2], str(record.exc_info[1]))
+        for record in caplog.records
+        if record.exc_info
+    ]
+    assert said == [
+        ("unlink", "[Errno 2] No such file or directory: '/nowhere/a'"),
+        ("fails", "given up"),
+        ("fails", "cancelled"),
+        ("fails", "500: no room"),
+    ]
 
 
 def test_errors_of_calls_are_theirs() -> None:

@@ -6,6 +6,8 @@ Knows: calls, their order, how long somebody waits for one. Does not know: files
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -20,6 +22,7 @@ from forerun.server.errors import ApiError
 ANSWER_S: Final = 10.0  # for the folder, when a client waits
 MOST_WAITING: Final = 256  # calls, beyond which no client's call is taken
 LINGER_S: Final = 1.0  # until a thread without calls ends
+log = logging.getLogger("forerun.server")
 T = TypeVar("T")
 
 
@@ -31,12 +34,19 @@ class FolderThread:
         self._changed = Condition()
         self._waiting = deque[tuple[Future[Any], Callable[[], Any]]]()
         self._is_running = False  # the thread: it begins with a call
+        self._began_s = 0.0  # the call that is made now, or the last one
 
     def submit(self, work: Callable[..., T], *given: Any) -> Future[T]:
-        """Have a call made, in the context of this one, whoever waits for it."""
+        """Have a call made, in the context of this one, for which nobody need wait: its error is logged."""
+        call = partial(work, *given)
+        future = self._enter(call)
+        future.add_done_callback(partial(_log_error, call))
+        return future
+
+    def _enter(self, call: Callable[[], T]) -> Future[T]:
         future = Future[T]()
         with self._changed:
-            self._waiting.append((future, partial(copy_context().run, work, *given)))
+            self._waiting.append((future, partial(copy_context().run, call)))
             self._changed.notify()
             if not self._is_running:
                 Thread(target=self._run, name=self._name, daemon=True).start()
@@ -50,6 +60,7 @@ class FolderThread:
                     self._is_running = False
                     return
                 future, work = self._waiting.popleft()
+                self._began_s = time.monotonic()
                 future.set_running_or_notify_cancel()  # True: what is cancelled is taken out before
             try:
                 future.set_result(work())
@@ -59,19 +70,26 @@ class FolderThread:
 
     async def do(self, work: Callable[..., T], *given: Any) -> T:
         """What a call gives, however long it takes. One that is cancelled before it began is not made."""
-        return await self._wait(self.submit(work, *given), None)
+        return await self._wait(partial(work, *given), lambda has_begun: None)
 
     async def answer(self, work: Callable[[], T], goes_on: bool = False) -> T:
-        """What a call gives for a client, who waits `ANSWER_S` for it. Raises ApiError 503 then; see `do`.
+        """What a call gives for a client, who waits `ANSWER_S` until it begins, and then so long until it ends.
 
-        One that goes on with what has begun is taken however many wait.
+        Raises ApiError 503 then; see `do`. One that goes on with what has begun is taken however many wait, and waits
+        for its turn unless a call before it takes so long: a folder that is merely busy does not hang.
         """
         if not goes_on and len(self._waiting) >= MOST_WAITING:
             raise _no_answer(f"{MOST_WAITING} others wait for it")
-        return await self._wait(self.submit(work), ANSWER_S)
+        entered_s = time.monotonic()
+
+        def left_s(has_begun: bool) -> float:
+            since_s = max(entered_s, self._began_s) if has_begun or goes_on else entered_s
+            return since_s + ANSWER_S - time.monotonic()
+
+        return await self._wait(work, left_s)
 
     async def answer_by_steps(self, steps: Generator[T | None, None, None]) -> T:
-        """The first thing that these steps give, with others' calls in between; each may take `ANSWER_S`.
+        """The first thing that these steps give, with others' calls in between: each step is a call as in `answer`.
 
         They are closed once they are given up.
         """
@@ -87,23 +105,42 @@ class FolderThread:
                 self.submit(steps.close)
             raise
 
-    async def _wait(self, future: Future[T], longest_s: float | None) -> T:
+    async def _wait(self, call: Callable[[], T], left_s: Callable[[bool], float | None]) -> T:
+        """What a call gives. `left_s`: how long to wait from now on, if it has begun, or has not; None: for ever."""
+        future = self._enter(call)
         waiting = asyncio.wrap_future(future)
         try:
-            await asyncio.wait({waiting}, timeout=longest_s)  # no `timeout`: a call may end with a TimeoutError, too
-            if not waiting.done():
-                raise _no_answer(f"it has not answered for {longest_s:g} s", future.running())
-            found: T = waiting.result()
-            return found
-        finally:
-            if not waiting.done():
-                self._take_out(future)
-                waiting.cancel()
+            while not waiting.done():
+                has_begun = future.running() or future.done()
+                longest_s = left_s(has_begun)
+                if longest_s is not None and longest_s <= 0 and (has_begun or self._take_out(future)):
+                    raise _no_answer(f"it has not answered for {ANSWER_S:g} s", has_begun)
+                await asyncio.wait({waiting}, timeout=longest_s)  # no `timeout`: a call may end with a TimeoutError
+        except BaseException:
+            self._take_out(future)
+            waiting.cancel()
+            future.add_done_callback(partial(_log_error, call))  # of a call that has begun
+            raise
+        return waiting.result()
 
-    def _take_out(self, future: Future[Any]) -> None:
-        """Make the call no more, unless it has begun."""
+    def _take_out(self, future: Future[Any]) -> bool:
+        """Make the call no more; False if it has begun, or was taken out before."""
         with self._changed:
-            self._waiting = deque(each for each in self._waiting if each[0] is not future)
+            left = deque(each for each in self._waiting if each[0] is not future)
+            was_there, self._waiting = len(left) < len(self._waiting), left
+        return was_there
+
+
+def _log_error(call: Callable[..., Any], future: Future[Any]) -> None:
+    """Log why a call failed that nobody waits for. What a client did wrong is not worth it."""
+    error = None if future.cancelled() else future.exception()
+    if error is None or (isinstance(error, ApiError) and error.status_code < 500):
+        return
+    parts = (call.func, *call.args) if isinstance(call, partial) else (call,)
+    what = " ".join(name for name in (getattr(part, "__qualname__", None) for part in parts) if name)
+    log.warning(
+        "a call in the folder of batches failed, and nobody waited for it", extra={"what": what}, exc_info=error
+    )
 
 
 def _no_answer(why: str, has_begun: bool = False) -> ApiError:
