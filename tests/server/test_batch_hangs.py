@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
-from threading import Event
-from typing import Any
+from threading import Event, current_thread
+from typing import Any, BinaryIO
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 
 from forerun import LLM
-from forerun.server import batch_api, folder_thread, stored_files
+from forerun.server import batch_api, batch_jobs, folder_thread, stored_files
+from forerun.server.app import create_app
 from forerun.server.batch_files import AnswerFile, BatchInput
 from forerun.server.batch_jobs import BatchJobs
 from forerun.server.batch_owner import BatchOwner
-from tests.server.conftest import client_of, events_of, wait_until
+from forerun.server.batches import BatchRow
+from forerun.server.stored_files import FileStore
+from tests.server import test_batch_owner
+from tests.server.conftest import client_of, events_of, running, settings, wait_until
 from tests.server.test_batch_api import data_of, ended, start, until, upload
 from tests.server.test_batch_owner import ROW_S, jobs, over, started
 from tests.server.test_batches import CHAT, chat_row
@@ -43,7 +51,7 @@ class Hang:
         monkeypatch.setattr(owner, name, hang)
 
 
-def streamed(client: TestClient) -> list[Any]:
+def streamed(client: httpx.Client) -> list[Any]:
     """What a stream says."""
     body = {"prompt": "Once", "max_tokens": 24, "seed": 3, "stream": True}
     answer = client.post("/v1/completions", json=body)
@@ -111,9 +119,7 @@ def test_neither_does_one_that_hangs_while_rows_are_read(
         assert until(client, made["id"], ended)["request_counts"]["completed"] == 12
 
 
-def test_an_upload_and_a_download_that_hang_are_given_up(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_that_hangs_is_given_up(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was written of an upload is deleted, and its bytes count no more, once the folder answers."""
     monkeypatch.setattr(stored_files, "STEP_BYTES", 1000)
     monkeypatch.setattr(batch_api, "PIECE_BYTES", 1000)
@@ -134,10 +140,62 @@ def test_an_upload_and_a_download_that_hang_are_given_up(
         assert name == 'attachment; filename="rows.jsonl"'
 
 
-def test_a_server_ends_while_the_folder_hangs(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one goes on with the batch, once the folder belongs to nobody."""
+class Download:
+    """A file as a download reads it."""
+
+    def __init__(self, file: BinaryIO, closed_by: list[str]) -> None:
+        self._file, self._closed_by = file, closed_by
+
+    def read(self, size: int) -> bytes:
+        return self._file.read(size)
+
+    def close(self) -> None:
+        self._closed_by.append(current_thread().name)
+        self._file.close()
+
+
+def test_a_download_that_hangs_midway_is_cut_off_and_others_go_on(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client can tell: fewer bytes come than were announced."""
+    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.5)
+    monkeypatch.setattr(batch_api, "PIECE_BYTES", 1000)
+    open_file, closed_by = FileStore.open, list[str]()
+
+    def opened(*given: Any) -> Any:
+        name, size, file = open_file(*given)
+        return name, size, Download(file, closed_by)
+
+    monkeypatch.setattr(FileStore, "open", opened)
+    hang = Hang(monkeypatch, Download, "read")
+    with (
+        running(create_app(llm, settings(batch_dir=tmp_path))) as address,
+        httpx.Client(base_url=address, timeout=60) as client,
+    ):
+        path, alone = f"/v1/files/{upload(client, GIVEN)}/content", streamed(client)
+        with client.stream("GET", path) as answer:
+            pieces = answer.iter_raw()
+            begun = next(pieces)
+            assert hang.begun.wait(30)
+            assert streamed(client) == alone and alone
+            assert client.get("/health").json()["status"] == "ok"
+            with pytest.raises(httpx.RemoteProtocolError, match="without sending complete message body"):
+                next(pieces)
+        assert begun == data_of(GIVEN)[:1000] and answer.headers["content-length"] == str(len(data_of(GIVEN)))
+        assert client.get("/v1/files").json()["error"]["code"] == "folder_hangs"
+        assert streamed(client) == alone and closed_by == []
+        hang.over.set()
+        assert wait_until(lambda: closed_by == ["forerun-batches"], 20)
+        assert client.get(path).content == data_of(GIVEN)
+
+
+@pytest.mark.parametrize("call", ["write", "resume"])
+def test_a_server_ends_while_the_folder_hangs(
+    call: str, llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one goes on with the batch, once nothing of this one can change a file: neither of the two threads."""
     monkeypatch.setattr(batch_api, "ANSWER_S", 0.2)
-    hang = Hang(monkeypatch, AnswerFile, "write")
+    hang = Hang(monkeypatch, AnswerFile, call)
     with client_of(llm, batch_dir=tmp_path) as client:
         made = start(client, GIVEN)
         assert hang.begun.wait(30)
@@ -153,6 +211,89 @@ def test_a_server_ends_while_the_folder_hangs(llm: LLM, tmp_path: Path, monkeypa
         lines = client.get(f"/v1/files/{over['output_file_id']}/content").text.splitlines()
     assert over["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
     assert len({json.loads(line)["custom_id"] for line in lines}) == len(lines) == 12
+
+
+@pytest.mark.parametrize("last", [5, 40])
+def test_files_that_a_stop_leaves_open_are_closed_by_the_folders_thread(
+    last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it hangs in the middle, and before a batch of which all is answered is finished."""
+    owner, numbers, hangs, goes_on = jobs(tmp_path, None), count(1), Event(), Event()
+    opened, closed_by = list[Any](), list[str]()
+    open_file, write, rows = AnswerFile.open, AnswerFile.write, BatchInput.rows
+
+    def open_kept(file: AnswerFile) -> None:
+        open_file(file)
+        opened.append(file._file)
+
+    def write_then_hang(file: AnswerFile, answer: dict[str, Any]) -> None:
+        write(file, answer)
+        if next(numbers) == last:
+            owner.thread.submit(lambda: (hangs.set(), goes_on.wait(60)))
+
+    def told(given: BatchInput) -> Iterator[BatchRow]:
+        try:
+            yield from rows(given)
+        finally:
+            closed_by.append(current_thread().name)
+
+    monkeypatch.setattr(AnswerFile, "open", open_kept)
+    monkeypatch.setattr(AnswerFile, "write", write_then_hang)
+    monkeypatch.setattr(BatchInput, "rows", told)
+
+    async def stop() -> None:
+        await started(owner, 40)
+        answering = asyncio.create_task(owner.run())
+        await test_batch_owner.until(lambda: hangs.is_set() and len(owner.thread._waiting) > 0)
+        answering.cancel()
+        with suppress(asyncio.CancelledError):
+            await answering
+        gc.collect()
+        assert opened and not any(file.closed for file in opened)
+        assert closed_by == (["forerun-batches"] if last == 40 else [])  # the rows are at their end
+        goes_on.set()
+        await owner.thread.do(bool)
+        assert all(file.closed for file in opened) and closed_by == ["forerun-batches"]
+
+    asyncio.run(stop())
+
+
+def test_bad_rows_hold_up_no_other_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their errors are written some at a time. A stop in between leaves the others for the next start."""
+    monkeypatch.setattr(batch_jobs, "BAD_AT_ONCE", 10)
+    write, written, between = AnswerFile.write, list[str](), list[int]()
+    others: list[Callable[[], None]] = []
+
+    def told(file: AnswerFile, answer: dict[str, Any]) -> None:
+        if others:
+            owner.thread.submit(others.pop())
+        write(file, answer)
+        written.append(answer["id"])
+
+    monkeypatch.setattr(AnswerFile, "write", told)
+    owner = jobs(tmp_path, None)
+
+    async def answer() -> None:
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            between.append(len(written))
+            loop.call_soon_threadsafe(owner.close)
+
+        others.append(stop)
+        made = await started(owner, 2, num_bad=100)
+        await owner.run()
+        await owner.thread.do(bool)
+        assert between == [10] and len(written) in (10, 20)
+        assert (tmp_path / "files" / f"{made.errors_id}.jsonl").read_bytes().count(b"\n") == len(written)
+        another = jobs(tmp_path, None)
+        answering = asyncio.create_task(another.run())
+        said = await over(another, made.id)
+        assert (said.completed, said.failed, said.total) == (2, 100, 102) and len(set(written)) == len(written) == 102
+        another.close()
+        await answering
+
+    asyncio.run(answer())
 
 
 def test_answers_do_not_pile_up_while_the_folder_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

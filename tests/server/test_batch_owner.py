@@ -44,8 +44,8 @@ def jobs(folder: Path, deployment: str | None) -> BatchJobs:
     return made
 
 
-async def started(by: BatchJobs, num_rows: int) -> BatchJob:
-    given = "".join(json.dumps(chat_row(f"c{i}", "Hello")) + "\n" for i in range(num_rows)).encode()
+async def started(by: BatchJobs, num_rows: int, num_bad: int = 0) -> BatchJob:
+    given = "".join(json.dumps(chat_row(f"c{i}", "Hello")) + "\n" for i in range(num_rows)).encode() + b"x\n" * num_bad
     kept = await by.thread.answer_by_steps(by._files.add(io.BytesIO(given), len(given), "in.jsonl", "batch", ""))
     return await by.thread.do(by.create, CHAT, kept.id, None)
 

@@ -26,7 +26,7 @@ from forerun.progress import progress_bar
 
 if TYPE_CHECKING:
     from forerun.server.batch_engine import Answering
-    from forerun.server.batch_files import AnswerFile, BatchInput
+    from forerun.server.batch_files import BatchInput, BatchOutput
     from forerun.server.batches import Shard
 
 BATCH, CLUSTER = "Batch", "Cluster"
@@ -78,24 +78,24 @@ def batch(files: Files, cluster: OnCluster, engine: ServedEngine, drafting: Serv
     name, shard = opt.chosen_model(None, files.model), _shard(files.shard)
     _check(files, cluster, drafting)
     with _locked(files.answers):
-        answers, errors = open_answers(files.answers, files.resume, files.retry_errors)
-        rows = BatchInput.scan(files.rows, files.max_row_bytes, shard, answers.ids | errors.ids)
+        output = open_answers(files.answers, files.resume, files.retry_errors)
+        rows = BatchInput.scan(files.rows, files.max_row_bytes, shard, output.ids)
         answering = _answering(name, files, cluster, engine, drafting) if rows.places else None
 
         def begin() -> None:
             """Once there is an engine: what earlier runs could not do is forgotten, or remains."""
             if files.retry_errors:
-                errors.forget()
+                output.errors.forget()
             for bad in rows.bad:
-                errors.write(bad.answer())
+                output.errors.write(bad.answer())
 
-        with closing(answers), closing(errors):
+        with closing(output):
             if answering is None:
                 begin()
             else:
-                asyncio.run(_answer(answering, begin, files.drain_s, rows, answers, errors))
-    num_left = len(rows.places) + len(rows.bad) - answers.num_new - errors.num_new
-    _report(files, rows.num_done, answers, errors, num_left)
+                asyncio.run(_answer(answering, begin, files.drain_s, rows, output))
+    num_left = len(rows.places) + len(rows.bad) - output.answers.num_new - output.errors.num_new
+    _report(files, rows.num_done, output, num_left)
     if num_left:
         raise typer.Exit(128 + signal.SIGTERM)
 
@@ -165,7 +165,7 @@ def _answering(
 
 async def _answer(
     answering: AbstractAsyncContextManager[Answering], begin: Callable[[], None], drain_s: float, rows: BatchInput,
-    answers: AnswerFile, errors: AnswerFile,
+    output: BatchOutput,
 ) -> None:  # fmt: skip
     """Answer the rows that are left, or until a signal comes."""
     import asyncio
@@ -176,7 +176,7 @@ async def _answer(
     with progress_bar("rows", len(rows.places), err().is_terminal) as advance:
 
         def write(succeeded: bool, answer: dict[str, Any]) -> None:
-            (answers if succeeded else errors).write(answer)
+            output.file(succeeded).write(answer)
             advance(1)
 
         try:
@@ -190,7 +190,8 @@ async def _answer(
             raise ResourceError(f"{error}; what was answered is kept: --resume goes on") from error
 
 
-def _report(files: Files, num_done: int, answers: AnswerFile, errors: AnswerFile, num_left: int) -> None:
+def _report(files: Files, num_done: int, output: BatchOutput, num_left: int) -> None:
+    answers, errors = output.answers, output.errors
     figures = {"answered": answers.num_new, "failed": errors.num_new, "done_before": num_done, "left": num_left}
     if files.json:
         there = str(errors.path) if errors.path.exists() else None

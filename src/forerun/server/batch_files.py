@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -77,7 +77,7 @@ class BatchInput:
         else:
             self.places.append(place)
 
-    def rows(self) -> Iterator[BatchRow]:
+    def rows(self) -> Generator[BatchRow, None, None]:
         """The rows to do; those of a window whose prompts begin alike follow each other."""
         with self.path.open("rb") as file:
             for places in self._windows():
@@ -210,6 +210,34 @@ class AnswerFile:
                 raise ResourceError(told) from error
 
 
+@dataclass(frozen=True, slots=True)
+class BatchOutput:
+    """What is written of a batch: a file of answers, and one of errors."""
+
+    answers: AnswerFile
+    errors: AnswerFile
+
+    def file(self, succeeded: bool) -> AnswerFile:
+        """Where a row's line goes."""
+        return self.answers if succeeded else self.errors
+
+    @property
+    def ids(self) -> set[str]:
+        """Those of all lines that were there when it was resumed."""
+        return self.answers.ids | self.errors.ids
+
+    def resume(self, check: Callable[[], None] | None = None) -> None:
+        """See `AnswerFile.resume`."""
+        self.answers.resume(check)
+        self.errors.resume(check)
+
+    def close(self) -> None:
+        """See `AnswerFile.close`."""
+        with ExitStack() as stack:
+            stack.callback(self.answers.close)
+            stack.callback(self.errors.close)
+
+
 def _id_in(line: bytes) -> str | None:
     """The id of an answer, None if the line is none."""
     try:
@@ -224,18 +252,17 @@ def errors_path(answers: Path) -> Path:
     return answers.with_name(f"{answers.stem}.errors{answers.suffix}")
 
 
-def open_answers(path: Path, resume: bool, retry_errors: bool) -> tuple[AnswerFile, AnswerFile]:
+def open_answers(path: Path, resume: bool, retry_errors: bool) -> BatchOutput:
     """The files of answers and of errors. Raises ConfigError if they exist and are not to be added to."""
-    answers, errors = AnswerFile(path), AnswerFile(errors_path(path))
+    output = BatchOutput(AnswerFile(path), AnswerFile(errors_path(path)))
     if path.stem.endswith(".errors"):
         raise ConfigError(f"{path.name} is the name of a file of errors: choose another one for the answers")
     if retry_errors and not resume:
         raise ConfigError("--retry-errors goes together with --resume: give both, or neither")
-    there = [file.path for file in (answers, errors) if file.path.exists()]
+    there = [file.path for file in (output.answers, output.errors) if file.path.exists()]
     if there and not resume:
         raise ConfigError(f"{there[0]} is there: --resume goes on with it; else delete it or choose another path")
-    answers.resume()
-    errors.resume()
+    output.resume()
     if retry_errors:
-        errors.ids.clear()
-    return answers, errors
+        output.errors.ids.clear()
+    return output

@@ -7,7 +7,8 @@ One process, the owner (`batch_owner`), answers and writes the states. Others ma
 states, add batches, and ask for the end of one by a file beside it. An owner that cannot go on lets another one try.
 
 The folder may hang. So all that is done there, and with the states, is done by one thread, and what takes long by
-another one; the event loop waits for the answers of rows, and for these threads.
+another one; the event loop waits for the answers of rows, and for these threads. At the end they may hang still, and
+go on later: so the lock is kept until they are through, or the process ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from pydantic import TypeAdapter
 
 from forerun.errors import ConfigError, DataError, ResourceError
 from forerun.server.auth import TENANT
-from forerun.server.batch_files import AnswerFile, BatchInput
+from forerun.server.batch_files import AnswerFile, BatchInput, BatchOutput
 from forerun.server.batch_job import OPEN, BatchJob
 from forerun.server.batch_owner import BatchOwner
 from forerun.server.batches import BatchServer, Shard, Stops, UnavailableError, answer_all, answer_row
@@ -38,13 +39,13 @@ from forerun.server.stored_files import FileStore, new_id, write_json
 OUTPUT: Final = "batch_output"  # the purpose of what a batch writes
 MAX_ROWS: Final = 50_000  # of a batch, as OpenAI has it
 TRY_AGAIN_S: Final = 30.0  # after a disk was full, or the engine failed
+BAD_AT_ONCE: Final = 256  # rows of which errors are written before others' calls
 SAVE_S: Final = 1.0  # between two savings of a batch's counts
 LOOK_S: Final = 1.0  # between two looks at what other processes have written
 LEFT_S: Final = 3600.0  # since bytes of no file were written, where another process may be writing them
 FAULTS: Final = (OSError, ValueError, UnavailableError)  # of a damaged file, a folder that fails, a lock that was lost
 _ID: Final = re.compile(r"batch_[0-9a-f]{24}")
 log = logging.getLogger("forerun.server")
-
 
 _STATE: Final = TypeAdapter(BatchJob)
 
@@ -108,8 +109,13 @@ class BatchJobs:
     def _pass_on(self) -> None:
         """Something is wrong here: if others use the folder, one of them may answer."""
         if self._owner.is_shared:
-            self._owner.let_go()
+            self._let_go()
             self._jobs = {}
+
+    def _let_go(self) -> None:
+        """Be the owner no more, once the reader, which may hang by itself, can change nothing."""
+        self._reader.submit(bool).result()
+        self._owner.let_go()
 
     def _refresh(self) -> None:
         """Learn what other processes have written; of what the owner knows, it alone writes states."""
@@ -230,7 +236,7 @@ class BatchJobs:
                 elif job is None:
                     await self._wait(LOOK_S if self._owner.is_shared else None)
         finally:
-            self.thread.submit(self._owner.let_go)
+            self.thread.submit(self._let_go)
 
     def _next(self) -> tuple[BatchJob, Stops] | None:
         """What is to be answered here, from now on."""
@@ -290,71 +296,66 @@ class BatchJobs:
 
     async def _answer(self, job: BatchJob, stops: Stops) -> None:
         """Answer what is left of a batch, and close it unless it is to go on after the next start."""
-        answers, errors = AnswerFile(self._files.path(job.output_id)), AnswerFile(self._files.path(job.errors_id))
-        rows = await self._reader.do(self._read, job, answers, errors, stops)
+        output = BatchOutput(*(AnswerFile(self._files.path(file_id)) for file_id in (job.output_id, job.errors_id)))
+        rows = await self._reader.do(self._read, job, output, stops)
         if self._closing:
             return
+        left, write = rows.rows(), self._writing(job, output)
         try:
-            if await self.thread.do(self._begin, job, rows, answers, errors):
-                answer, write = partial(answer_row, self._server), self._writing(job, answers, errors)
-                await answer_all(answer, rows.rows(), self._num_at_once, stops, self._drain_s, write, self.thread.do)
-        except BaseException:
-            self.thread.submit(_close, answers, errors)  # not awaited: the folder may be why
-            raise
-        await self.thread.do(self._finish, job, answers, errors)
+            if await self.thread.do(self._begin, job, rows, output):
+                for first in range(0, len(rows.bad), BAD_AT_ONCE):
+                    if not stops.soon.is_set():
+                        told = [bad.answer() for bad in rows.bad[first : first + BAD_AT_ONCE]]
+                        await self.thread.do(write, False, *told)
+                answer = partial(answer_row, self._server)
+                await answer_all(answer, left, self._num_at_once, stops, self._drain_s, write, self.thread.do)
+            await self.thread.do(self._finish, job, output)
+        finally:
+            for close in (left.close, output.close):
+                self.thread.submit(close)  # not awaited: the folder may be why this ends
 
-    def _begin(self, job: BatchJob, rows: BatchInput, answers: AnswerFile, errors: AnswerFile) -> bool:
-        """Show how much there is to do, and write which lines are no rows; False if its end has been asked for."""
-        job.total = len(answers.ids) + len(errors.ids) + len(rows.bad) + len(rows.places)
-        job.completed, job.failed = len(answers.ids), len(errors.ids)
+    def _begin(self, job: BatchJob, rows: BatchInput, output: BatchOutput) -> bool:
+        """Show how much there is to do; False if its end has been asked for."""
+        job.completed, job.failed = len(output.answers.ids), len(output.errors.ids)
+        job.total = job.completed + job.failed + len(rows.bad) + len(rows.places)
         if job.status == "validating":
             job.enter("in_progress")
         self._keep(job)
-        if job.status == "cancelling":
-            return False
-        if rows.bad:
-            errors.open()
-            self._check_owner()
-        for bad in rows.bad:
-            errors.write(bad.answer())
-        job.failed += len(rows.bad)
-        return True
+        return job.status != "cancelling"
 
-    def _writing(
-        self, job: BatchJob, answers: AnswerFile, errors: AnswerFile
-    ) -> Callable[[bool, dict[str, Any]], None]:
-        """What writes an answer, and now and then the state."""
+    def _writing(self, job: BatchJob, output: BatchOutput) -> Callable[..., None]:
+        """What writes answers, of rows that succeeded or of rows that failed, and now and then the state."""
         saved_s = time.monotonic()
 
-        def write(succeeded: bool, answer: dict[str, Any]) -> None:
+        def write(succeeded: bool, *told: dict[str, Any]) -> None:
             nonlocal saved_s
-            file = answers if succeeded else errors
+            file = output.file(succeeded)
             is_due = file.num_new == 0 or time.monotonic() - saved_s > SAVE_S
             if is_due:
                 file.open()  # before the look: who becomes the owner after it has a copy that this adds nothing to
                 self._check_owner()
-            file.write(answer)
-            job.completed, job.failed = job.completed + succeeded, job.failed + (not succeeded)
+            for answer in told:
+                file.write(answer)
+                job.completed, job.failed = job.completed + succeeded, job.failed + (not succeeded)
             if is_due:
                 self._keep(job)
                 saved_s = time.monotonic()
 
         return write
 
-    def _finish(self, job: BatchJob, answers: AnswerFile, errors: AnswerFile) -> None:
+    def _finish(self, job: BatchJob, output: BatchOutput) -> None:
         """What becomes of a batch of which no further row is answered now."""
-        _close(answers, errors)
+        output.close()
         if job.status == "cancelling":
             self._end(job, "cancelled")
         elif not self._closing:
             self._end(job, "completed")
 
-    def _read(self, job: BatchJob, answers: AnswerFile, errors: AnswerFile, stops: Stops) -> BatchInput:
-        for file in (answers, errors):  # one who had lost the lock may write for SAVE_S: not to what is read here
-            file.resume(self._check_owner if self._owner.is_shared else None)
-        done, path = answers.ids | errors.ids, self._files.path(job.input_file_id)
-        is_over = stops.soon.is_set
-        return BatchInput.scan(path, self._max_row_bytes, Shard(), done, job.endpoint, MAX_ROWS, is_over)
+    def _read(self, job: BatchJob, output: BatchOutput, stops: Stops) -> BatchInput:
+        # One who had lost the lock may write for SAVE_S: not to what is read here.
+        output.resume(self._check_owner if self._owner.is_shared else None)
+        path, is_over = self._files.path(job.input_file_id), stops.soon.is_set
+        return BatchInput.scan(path, self._max_row_bytes, Shard(), output.ids, job.endpoint, MAX_ROWS, is_over)
 
     def _end(self, job: BatchJob, status: str, why_failed: str | None = None) -> None:
         """Show what was written, and close the batch."""
@@ -387,12 +388,6 @@ class BatchJobs:
 
     def _save(self, job: BatchJob) -> None:
         write_json(self._folder / f"{job.id}.json", asdict(job))
-
-
-def _close(*files: AnswerFile) -> None:
-    with ExitStack() as stack:
-        for file in files:
-            stack.callback(file.close)
 
 
 def _age(job: BatchJob) -> tuple[float, str]:
