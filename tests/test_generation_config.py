@@ -80,9 +80,9 @@ def test_another_file_or_none_at_all(folder: Path, tmp_path: Path) -> None:
     assert open_llm("mini", folder).loaded.sampling == OWN
 
 
-def test_the_embedded_model_says_nothing() -> None:
-    assert mini.plain().loaded.sampling == {}
-    assert mini.plain().sampling_params() == SamplingParams()
+def test_the_embedded_model_has_a_temperature() -> None:
+    assert mini.plain().loaded.sampling == {"temperature": 0.5}
+    assert mini.plain().sampling_params() == SamplingParams(temperature=0.5)
 
 
 @pytest.mark.parametrize(

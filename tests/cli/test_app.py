@@ -81,7 +81,7 @@ def test_two_models_are_refused(run: Any) -> None:
     ],
 )
 def test_bad_values_are_named(run: Any, arguments: list[str], said: str) -> None:
-    result = run("generate", "some text", *arguments, status=2)
+    result = run("generate", "some text", "--temperature", "1", *arguments, status=2)
     assert result.stderr.startswith("error: ") and said in " ".join(result.stderr.split())
 
 

@@ -120,7 +120,7 @@ def test_developer_messages_are_system_messages_for_models_without_them(llm: LLM
 
 def test_token_ids_are_those_of_the_engine(llm: LLM, client: TestClient, chat: Post) -> None:
     answer = chat("Tell me about a fox", min_tokens=12, return_token_ids=True)
-    params = SamplingParams(max_tokens=12, min_tokens=12, seed=1)
+    params = llm.sampling_params(max_tokens=12, min_tokens=12, seed=1)
     [offline] = llm.with_drafter("none").chat(MESSAGES, params)
     assert answer["choices"][0]["token_ids"] == list(offline.outputs[0].token_ids)
     assert answer["prompt_token_ids"] == llm.render_chat(MESSAGES)

@@ -19,7 +19,7 @@ def test_text_and_token_prompts_alone_and_together(llm: LLM, complete: Post) -> 
     ids = llm.tokenizer.encode(PROMPT)
     [text] = complete(PROMPT)["choices"]
     assert complete(ids)["choices"] == [text]
-    several = complete([PROMPT, "The cat", PROMPT], n=2, temperature=1.0)
+    several = complete([PROMPT, "The cat", PROMPT], n=2)
     assert [choice["index"] for choice in several["choices"]] == list(range(6))
     assert [c["text"] for c in several["choices"][:2]] == [c["text"] for c in several["choices"][4:]]
     assert several["choices"][0]["text"] == text["text"]
@@ -41,7 +41,7 @@ def test_text_and_token_prompts_alone_and_together(llm: LLM, complete: Post) -> 
 def test_sampling_parameters_reach_the_model(llm: LLM, complete: Post, fields: dict[str, Any]) -> None:
     own = {k: v for k, v in fields.items() if k != "logit_bias"}
     bias = {int(token): value for token, value in fields.get("logit_bias", {}).items()}
-    params = SamplingParams(**{"max_tokens": 8, "seed": 1, **own, "logit_bias": bias})
+    params = llm.sampling_params(**{"max_tokens": 8, "seed": 1, **own, "logit_bias": bias})
     [offline] = llm.with_drafter("none").generate(PROMPT, params)
     assert complete(PROMPT, **fields)["choices"][0]["text"] == offline.outputs[0].text
 

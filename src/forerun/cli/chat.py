@@ -61,7 +61,7 @@ def chat(
     llm = open_to_answer(name, sampling, drafting, loading, max_num_seqs=1)
     if llm.tokenizer.chat_template is None:
         raise ConfigError(f"{name} has no chat template, so it cannot chat: use `forerun generate {name} PROMPT`")
-    note_sampling(llm)
+    note_sampling(llm, sampling.given())
     print_note(f"{name}, drafter {llm.config.drafter.name}. /help lists the commands, Ctrl-D ends the conversation.")
     session = ChatSession(llm, sampling.params(llm.loaded.sampling), talk, talk.system, talk.show_drafts)
     session.run()

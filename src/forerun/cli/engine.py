@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,9 +133,9 @@ def what_part(loaded: LoadedModel | Overview) -> str | None:
     return f"this is the text part of a {whole} model: images and sound are not read" if whole else None
 
 
-def note_sampling(llm: LLM) -> None:
-    """Print the sampling parameters that the model's generation_config.json sets, if any."""
-    found = ", ".join(f"{name} {value:g}" for name, value in llm.loaded.sampling.items())
+def note_sampling(llm: LLM, given: Collection[str]) -> None:
+    """Print the sampling parameters that the model's generation_config.json sets, but for those that are given."""
+    found = ", ".join(f"{name} {value:g}" for name, value in llm.loaded.sampling.items() if name not in given)
     if found:
         print_note(f"by default {found}, from generation_config.json (ignore it with --generation-config none)")
 

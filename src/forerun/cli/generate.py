@@ -91,7 +91,7 @@ def generate(asked: AskedText, sampling: FullSampling, drafting: opt.Drafting, l
     sampling.params({})  # checks the options before anything is loaded
     prediction = None if asked.prediction is None else read_file(asked.prediction, "the prediction")
     llm = open_to_answer(name, sampling, drafting, loading, max_num_seqs=sampling.n)
-    note_sampling(llm)
+    note_sampling(llm, sampling.given())
     with closing(llm):
         _answer(llm, as_prompt(llm, prompt, asked.chat), sampling.params(llm.loaded.sampling), asked, prediction)
 
