@@ -6,10 +6,12 @@ import json
 import logging
 import signal
 import socket
+import sys
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from typer.testing import CliRunner
 from forerun.errors import ConfigError
 from forerun.server.logs import JsonFormatter, TextFormatter
 from forerun.server.speculative import parse_speculative_config
+from tests.server.conftest import settings
 from tests.support.serving import serving
 
 
@@ -152,6 +155,30 @@ def test_a_stop_lets_requests_end_and_then_ends_them() -> None:
         said = process.stderr.read()
         assert "stopping" in said and "Traceback" not in said and '"level": "error"' not in said, said
         assert '"level": "warning"' not in said, said
+
+
+def test_a_stop_ends_other_ranks_and_waits_for_a_folder_that_hangs_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the threads that write blocks of KV do not end, `leave` does; uvicorn raises the signal at its end."""
+    from forerun.cli import serve
+    from forerun.runtime.parallel import crew, start
+
+    done: list[Any] = []
+
+    def leave(limit_s: float) -> None:
+        done.append(limit_s)
+        sys.exit(0)
+
+    server = SimpleNamespace(run=lambda: signal.raise_signal(signal.SIGTERM), lost=None)
+    monkeypatch.setattr("forerun.server.app.create_app", lambda llm, settings: None)
+    monkeypatch.setattr("forerun.server.run.Server", lambda app: server)
+    monkeypatch.setattr(start, "leave", leave)
+    llm: Any = SimpleNamespace(close=lambda: done.append("closed"))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        serve._run(llm, settings(), {})
+    assert done == ["closed", crew.FLUSH_LIMIT_S] and signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_server_that_is_interrupted_at_once_raises_no_alarm() -> None:

@@ -268,6 +268,8 @@ def _note_open(host: str, settings: ServerSettings) -> None:
 
 
 def _run(llm: LLM, settings: ServerSettings, listen: dict[str, Any]) -> None:
+    from forerun.runtime.parallel.crew import FLUSH_LIMIT_S
+    from forerun.runtime.parallel.start import leave
     from forerun.server.app import create_app
     from forerun.server.run import Server
 
@@ -278,3 +280,4 @@ def _run(llm: LLM, settings: ServerSettings, listen: dict[str, Any]) -> None:
     signal.signal(signal.SIGTERM, before)
     if server.lost is not None:
         raise server.lost
+    leave(FLUSH_LIMIT_S)
