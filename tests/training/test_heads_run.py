@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.models import factory
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -29,6 +30,8 @@ from forerun.errors import (
     TrainingError,
     UnsupportedError,
 )
+from forerun.kernels.select import select_kernels
+from forerun.models.loader import load_model
 from forerun.training.chat import END_OF_TEXT
 from forerun.training.checkpoint import read_checkpoint
 from forerun.training.export import export_model
@@ -36,6 +39,7 @@ from forerun.training.heads import answers, capture, plots, sequences
 from forerun.training.heads.capture import progress_of
 from forerun.training.heads.config import HeadJob, HeadRecipe, load_head_recipe
 from forerun.training.heads.console import HeadConsole
+from forerun.training.heads.engine_target import EngineTarget
 from forerun.training.heads.run import load_target, make_trainer, train_head
 from forerun.training.heads.target import NetTarget
 from forerun.training.heads.train import HeadReport
@@ -279,10 +283,6 @@ def test_a_full_disk_is_said_and_leaves_nothing(target: Path, tmp_path: Path, mo
 
 
 def test_the_engine_gives_the_states_of_the_network(target: Path) -> None:
-    from forerun.kernels.select import select_kernels
-    from forerun.models.loader import load_model
-    from forerun.training.heads.engine_target import EngineTarget
-
     net = load_target(str(target / "model"), "cpu")
     assert isinstance(net, NetTarget)
     engine = EngineTarget(load_model(target / "model", select_kernels("reference")))
@@ -294,6 +294,30 @@ def test_the_engine_gives_the_states_of_the_network(target: Path) -> None:
     torch.testing.assert_close(engine.final_norm(found[2]), found[3])
     assert engine.embedding.equal(net.embedding) and engine.head.equal(net.head)
     assert replace(engine.shape, rope_theta=net.shape.rope_theta) == net.shape
+
+
+def test_the_engine_gives_the_states_of_recurrent_layers_too(tmp_path: Path) -> None:
+    """Each sequence begins with an empty state, whatever was read before it."""
+    loaded = load_model(factory.make_checkpoint("qwen3-next", tmp_path), select_kernels("reference"))
+    ids = torch.randint(0, factory.VOCAB_SIZE, (3, 9), generator=torch.Generator().manual_seed(1))
+    layers = (0, 2, 4, 5)
+    found = EngineTarget(loaded).states(ids, layers)
+    for row, tokens in enumerate(ids.tolist()):
+        expected = factory.Runner(loaded.model, len(tokens)).span(tokens, hidden=layers).hidden
+        assert all(found[layer][row].equal(expected[layer]) for layer in layers)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "mtp"])
+def test_heads_are_trained_for_a_model_with_recurrent_layers(kind: str, tmp_path: Path) -> None:
+    factory.make_checkpoint("qwen3-next", tmp_path / "model")
+    words = np.random.default_rng(0).integers(3, factory.VOCAB_SIZE, (12, 7)).astype(np.uint16)
+    words[np.random.default_rng(1).integers(0, 12, 300)].tofile(tmp_path / "tokens.bin")
+    assert train_head(recipe_of(kind, tmp_path), job_of(tmp_path, tmp_path / "run"), HeadConsole())
+    head, params = tmp_path / "run" / "export", SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
+    plain = LLM(str(tmp_path / "model"), threads=1)
+    expected = plain.generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+    drafted = plain.with_drafter(f"{kind}={head}", adaptive=False).generate([[5, 6, 7]], params)[0].outputs[0]
+    assert drafted.token_ids == expected and drafted.stats.drafters[kind].drafted > 0
 
 
 REFUSED = {

@@ -47,8 +47,8 @@ class HybridDecoder(Decoder):
         """See `models.base.Model`; `kvs` are those of the attention layers. Raises UnsupportedError without slots."""
         if self._states is None:
             raise UnsupportedError(
-                "models with recurrent layers run in an engine only (generate, chat, serve, bench); measure, train or "
-                "quantize with a model whose layers all attend"
+                "models with recurrent layers run in an engine only; `forerun perplexity` measures models whose layers "
+                "all attend"
             )
         self._sequences = batch.sequences
         walk = walk_of(batch, self._states, self.device)

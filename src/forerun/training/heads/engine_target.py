@@ -1,7 +1,8 @@
 """A target of any family forerun implements, read through the engine's own forward.
 
-Knows how to lay out a window for `Model.forward` and where a decoder keeps its embedding and output layer. Knows
-nothing of training. Computes on the CPU, with the kernels the engine serves with.
+Knows how to lay out a window for `Model.forward`, that recurrent layers need a slot of state, and where a decoder
+keeps its embedding and output layer. Knows nothing of training. Computes on the CPU, with the kernels the engine
+serves with.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.cache.states import RecurrentStates
 from forerun.errors import UnsupportedError
+from forerun.models.base import Model, state_specs_of, with_states
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.config import ModelConfig
 from forerun.models.decoder import Decoder
@@ -47,7 +50,8 @@ class EngineTarget:
                 f"{loaded.folder} runs through transformers, which gives no hidden states; draft heads are trained "
                 "for models of the families forerun implements"
             )
-        self.decoder = model
+        specs = state_specs_of(model)
+        self.model: Model = with_states(model, RecurrentStates(specs, 1, model.device)) if specs else model
         self.shape = head_shape(config, model.max_position)
         self.embedding = model.parts.embedding(torch.arange(model.vocab_size)).float()  # [vocab, hidden]
         self.head = model.parts.lm_head.weight.dequantize().float()  # [vocab, hidden]
@@ -63,10 +67,10 @@ class EngineTarget:
     def sequence_states(self, ids: list[int], layers: Sequence[int]) -> dict[int, Tensor]:
         """The states of one sequence, each [T, hidden]."""
         table = block_table(len(ids))
-        kvs = [empty_kv(spec, len(table)) for spec in self.decoder.kv_specs]
+        kvs = [empty_kv(spec, len(table)) for spec in self.model.kv_specs]
         rows = SequenceRows(REQUEST, table, 0, ids, len(ids))
-        hidden = self.decoder.forward(ForwardBatch.build([rows], BLOCK_SIZE), kvs, layers).hidden
-        self.decoder.release(REQUEST)
+        hidden = self.model.forward(ForwardBatch.build([rows], BLOCK_SIZE), kvs, layers).hidden
+        self.model.release(REQUEST)
         return hidden
 
 
