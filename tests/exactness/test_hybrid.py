@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -16,9 +17,10 @@ from forerun import LLM, SamplingParams
 from forerun.cache.states import bytes_per_slot
 from forerun.core import CompletionOutput
 from forerun.models.base import state_specs_of
+from tests.drafters import test_dflash
 from tests.drafters.test_mtp import WithModule
 from tests.models import factory
-from tests.support import harness
+from tests.support import harness, heads
 from tests.support.adversary import Adversary
 
 PROMPTS = ([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 3, 3], [9, 10, 11, 9, 10, 11, 9], list(range(20, 43)), [5, 6, 7, 8, 5])
@@ -90,6 +92,56 @@ def test_layers_that_miss_nothing_draft_what_the_target_says(case: str, tmp_path
         expected, found = answers(llm, temperature), answers(made, temperature)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
         assert all(answer.stats.num_steps <= 30 / 5 + 2 for answer in found), [a.stats.num_steps for a in found]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafters_with_weights_of_their_own_change_no_token(temperature: float, tmp_path: Path) -> None:
+    """The target's recurrent layers add little, so that its one attending layer is a draft model that is often right.
+
+    Alone, as PARD's, and with few tokens to choose from; and a DFlash head that reads states behind recurrent layers.
+    """
+    folder = factory.make_checkpoint("granite-hybrid", tmp_path / "target")
+    twin, pard, kept = attending_part(folder, tmp_path / "draft"), tmp_path / "pard", tmp_path / "kept.json"
+    shutil.copytree(twin, pard)
+    change_config(pard, pard_token=test_dflash.MASK)
+    kept.write_text(json.dumps(list(range(3, 60))))
+    block = {"mask_token_id": test_dflash.MASK, "target_layer_ids": [0, 2, 3]}
+    layout = test_dflash.Layout({"dflash_config": block, "block_size": 6}, (1, 3, 4))
+    head = heads.write(tmp_path / "head", test_dflash.tensors_of(layout, heads.Draw(1)), test_dflash.config_of(layout))
+    llm = LLM(str(folder), max_num_seqs=1, threads=1)
+    expected = [answer.token_ids for answer in answers(llm, temperature)]
+    asked: list[tuple[str, dict[str, object]]] = [
+        (f"draft={twin}", {"tree_width": 3}), (f"draft={twin}", {"draft_vocabulary": str(kept)}), (f"draft={pard}", {}),
+        (f"dflash={head}", {"tree_width": 1}), (f"dflash={head}", {}),
+    ]  # fmt: skip
+    for index, (drafter, own) in enumerate(asked):
+        for name in (list(ENGINES)[(index + int(temperature)) % len(ENGINES)], "preempted"):
+            made = llm.with_drafter(drafter, adaptive=False, **{"max_num_seqs": 4, **ENGINES[name], **own})
+            found = answers(made, temperature)
+            assert [answer.token_ids for answer in found] == expected, (drafter, own, name)
+            sources = [source for answer in found for source in answer.token_sources]
+            assert sum(map(bool, sources)) > (len(sources) / 5 if "draft=" in drafter else 0), (drafter, own, name)
+    check_prefixes(llm, f"dflash={head}")
+
+
+def attending_part(folder: Path, to: Path) -> Path:
+    """Makes what the recurrent layers of the hybrid in `folder` add a tenth of what it was -> a model without them."""
+    kinds = json.loads((folder / "config.json").read_text("utf-8"))["layer_types"]
+    [place] = [place for place, kind in enumerate(kinds) if "full" in kind or kind == "attention"]
+    shutil.copytree(folder, to)
+    added = re.compile(rf"layers\.(?!{place}\.)\d+\..*(out_proj|output_linear)\.weight$")
+    tensors = {n: 0.1 * t if added.search(n) else t for n, t in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    kept = {n: t for n, t in tensors.items() if f"layers.{place}." in n or "layers." not in n}
+    renamed = {n.replace(f"layers.{place}.", "layers.0."): t for n, t in kept.items()}
+    save_file(renamed, to / "model.safetensors", {"format": "pt"})
+    change_config(to, num_hidden_layers=1, layer_types=["attention"])
+    return to
+
+
+def change_config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text("utf-8")), **fields}), encoding="utf-8")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
