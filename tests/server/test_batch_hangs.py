@@ -158,7 +158,7 @@ def test_a_download_that_hangs_midway_is_cut_off_and_others_go_on(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client can tell: fewer bytes come than were announced."""
-    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.5)
+    monkeypatch.setattr(folder_thread, "ANSWER_S", 10.0)
     monkeypatch.setattr(batch_api, "PIECE_BYTES", 1000)
     open_file, closed_by = FileStore.open, list[str]()
 
@@ -173,6 +173,7 @@ def test_a_download_that_hangs_midway_is_cut_off_and_others_go_on(
         httpx.Client(base_url=address, timeout=60) as client,
     ):
         path, alone = f"/v1/files/{upload(client, GIVEN)}/content", streamed(client)
+        monkeypatch.setattr(folder_thread, "ANSWER_S", 1.5)
         with client.stream("GET", path) as answer:
             pieces = answer.iter_raw()
             begun = next(pieces)
@@ -181,11 +182,13 @@ def test_a_download_that_hangs_midway_is_cut_off_and_others_go_on(
             assert client.get("/health").json()["status"] == "ok"
             with pytest.raises(httpx.RemoteProtocolError, match="without sending complete message body"):
                 next(pieces)
+        monkeypatch.setattr(folder_thread, "ANSWER_S", 0.1)
         assert begun == data_of(GIVEN)[:1000] and answer.headers["content-length"] == str(len(data_of(GIVEN)))
         assert client.get("/v1/files").json()["error"]["code"] == "folder_hangs"
         assert streamed(client) == alone and closed_by == []
         hang.over.set()
         assert wait_until(lambda: closed_by == ["forerun-batches"], 20)
+        monkeypatch.setattr(folder_thread, "ANSWER_S", 10.0)
         assert client.get(path).content == data_of(GIVEN)
 
 

@@ -154,14 +154,14 @@ def test_a_thread_that_could_not_begin_begins_with_the_next_call(monkeypatch: py
 
 def test_a_busy_folder_is_not_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has begun waits while others get their answers, and a call's time begins with the call."""
-    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.6)
+    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.8)
     thread = FolderThread("test")
 
     async def use() -> None:
         for _ in range(2):
-            thread.submit(time.sleep, 0.15)
-        begun_late = asyncio.create_task(thread.answer(lambda: time.sleep(0.4)))
-        goes_on = asyncio.create_task(thread.answer(lambda: time.sleep(0.4), True))
+            thread.submit(time.sleep, 0.2)
+        begun_late = asyncio.create_task(thread.answer(lambda: time.sleep(0.5)))
+        goes_on = asyncio.create_task(thread.answer(lambda: time.sleep(0.5), True))
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match="has not answered"):
             await thread.answer(lambda: "never begun")
@@ -187,7 +187,7 @@ def test_errors_that_nobody_waits_for_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of calls that were submitted, given up or cancelled; not what a client did wrong, nor what somebody hears."""
-    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.05)
+    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.3)
     thread = FolderThread("test")
 
     def fails(begun: Event, goes_on: Event, error: Exception) -> None:
