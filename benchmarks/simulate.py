@@ -34,7 +34,8 @@ from forerun.core import Request
 from forerun.drafters.base import Stateless
 from forerun.drafters.portfolio import Member, Portfolio
 from forerun.policy.costs import CallCosts, Costs, PassCosts
-from forerun.policy.policy import AdaptivePolicy, FixedPolicy, Outcome, Policy, StepResult, StepSeconds
+from forerun.policy.fixed import FixedPolicy
+from forerun.policy.policy import AdaptivePolicy, Outcome, Policy, StepResult, StepSeconds
 from forerun.speculation.draft import Draft
 
 TRACES, COSTS = (Path(__file__).parent / "traces" / name for name in ("mini.json.xz", "costs.json"))

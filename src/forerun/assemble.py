@@ -33,7 +33,8 @@ from forerun.learned import Kept, KeptLessons
 from forerun.models.base import LayerSpec, Model, passes_of, state_specs_of, with_own_state, with_states
 from forerun.models.memory import SHARE_OF_HOST, check_memory, memory_of
 from forerun.policy.costs import CallCosts, Costs, PassCosts, rows_to_measure
-from forerun.policy.policy import AdaptivePolicy, FixedPolicy, Policy
+from forerun.policy.fixed import FixedPolicy
+from forerun.policy.policy import AdaptivePolicy, Policy
 from forerun.runtime.bind import bind
 from forerun.runtime.parallel.leader import RankedModel
 from forerun.runtime.runner import Runner
@@ -77,6 +78,8 @@ def assemble(
         model = model.opened(kv_cache, states)
         kept_states = None if states is None else model.mirrored(states)
     runner = bind(passes_of(model, drafter.hidden_layers), kernels, own_kvs, config.block_size)
+    may_be_bare = bool(drafter.hidden_layers) and kernels.device.type == "cpu"  # a GPU would capture all graphs twice
+    bare = bind(passes_of(model), kernels, own_kvs, config.block_size) if may_be_bare else None
     # A model without either runs through transformers row by row, on all threads of torch.
     computes_itself = bool(own_kvs) or states is not None
     torch_threads = torch_beside(kernels) if computes_itself else nullcontext
@@ -88,6 +91,7 @@ def assemble(
     engine = Engine(
         model=model,
         runner=runner,
+        bare=bare,
         drafter=drafter,
         verifier=_verifier(config, kernels),
         policy=policy,

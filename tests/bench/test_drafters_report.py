@@ -30,7 +30,7 @@ from forerun.config import DrafterConfig
 from forerun.core import DrafterCount, RequestOutput, SamplingParams
 from forerun.errors import ConfigError, UnsupportedError
 from forerun.policy.costs import Costs, PassCosts
-from forerun.policy.policy import FixedPolicy
+from forerun.policy.fixed import FixedPolicy
 from tests.bench.fakes import FakeLLM
 
 CASES = [PromptCase(("one",), True, "chat & talk", "f:1"), PromptCase(("def f",), False, "code", "f:2")]

@@ -136,6 +136,9 @@ class Watched:
     def health(self) -> dict[str, DrafterHealth]:
         return self.inner.health
 
+    def wants_states(self, requests) -> bool:  # type: ignore[no-untyped-def]
+        return self.inner.wants_states(requests)
+
     def begin(self, request) -> None:  # type: ignore[no-untyped-def]
         assert request.request_id not in self.alive
         self.alive.add(request.request_id)

@@ -273,6 +273,50 @@ def test_a_prefix_hit_goes_on_from_shared_rows(tmp_path: Path) -> None:
     assert min(len(known) for known, _, _ in ear.heard if known[:29] == texts[0]) == 29, "drafts in its first step"
 
 
+class Refusing:
+    """In the place of `Thrift`."""
+
+    allows = False
+
+    def learn(self, *_: float) -> None: ...
+
+    def leaves(self, _: object) -> bool:
+        return False
+
+
+def test_where_following_does_not_pay_passes_give_no_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such requests have no drafts, nor those that begin on their blocks; others still have the formulas'."""
+    folder, reference = make("safeailab", tmp_path)
+    made = tiny.engine(heads.target(LAYERS), options(folder, 1))
+    follower, thrift = tiny.inner(made)._follower, Refusing()
+    monkeypatch.setattr(follower, "_thrift", thrift)
+    passes, observe = list[int](), made.drafter.observe
+    monkeypatch.setattr(
+        made.drafter, "observe", lambda seen, hidden: (passes.append(len(hidden)), observe(seen, hidden))
+    )
+    wanted, others = requests(3), tiny.groups(5, temperature=1.0, max_tokens=14)
+    tokens, stats = tiny.run(made, wanted)
+    assert tokens == plain(3, 1.0) and not any(stat.drafters for stat in stats)
+    assert set(passes) == {0} and not follower._follows and not follower._left
+    thrift.allows, ear = True, overhear(made, stride=1)
+    tokens, stats = tiny.run(made, wanted)
+    assert tokens == plain(3, 1.0) and any(stat.num_cached_tokens for stat in stats)
+    assert not any(stat.drafters for stat in stats if stat.num_cached_tokens)
+    tokens, stats = tiny.run(made, others)
+    assert tokens == tiny.run(tiny.engine(heads.target(LAYERS)), others)[0] and all(stat.drafters for stat in stats)
+    assert_as_computed(ear, reference, truth().states)
+
+
+def test_blocks_computed_without_states_lose_those_of_what_lay_there(tmp_path: Path) -> None:
+    folder, _ = make("safeailab", tmp_path)
+    made = tiny.engine(heads.target(LAYERS), options(folder, 1), num_kv_blocks=26, max_num_seqs=1)
+    tiny.run(made, requests(4))
+    kept = [block for block in range(26) if made.boundaries.of(block) is not None]
+    tiny.inner(made)._follower._thrift = Refusing()
+    tiny.run(made, tiny.groups(7, temperature=1.0, max_tokens=30))
+    assert kept and all(made.boundaries.of(block) is None for block in range(26))
+
+
 def test_beside_another_head_in_a_portfolio(tmp_path: Path) -> None:
     """Each of two heads finds its own states among those both ask for, and rows of trees that both grew."""
     folder, reference = make("safeailab", tmp_path / "eagle")

@@ -90,34 +90,50 @@ def test_prompts_and_ended_requests_are_read_at_once_decoded_tokens_of_all_toget
     assert step(1, 1) == {"b": 12 + quiet}, "nobody reads it later"
 
 
-def steps(thrift: Thrift, num: int, wanted: bool, share: float, start: float) -> float:
+STEP_S = 0.01
+
+
+def steps(thrift: Thrift, num: int, gained: float, share: float, start: float) -> float:
+    """Steps whose drafts gain a share of their time, and reading costs one."""
     for _ in range(num):
-        thrift.learn(wanted, start, 0.01 * share)
-        start += 0.01
+        total = thrift.gained_s + gained * STEP_S
+        thrift.learn(total, start, STEP_S * share)
+        start += STEP_S
     return start
 
 
-@pytest.mark.parametrize(("wanted", "share", "follows"), [(False, 0.1, False), (False, 0.001, True), (True, 0.3, True)])
-def test_following_must_be_cheap_or_wanted(wanted: bool, share: float, follows: bool) -> None:
+@pytest.mark.parametrize(
+    ("gained", "share", "follows"), [(0.0, 0.1, False), (0.0, 0.001, True), (0.3, 0.1, True), (0.1, 0.1, False)]
+)
+def test_following_must_be_cheap_or_paid_for_by_drafts(gained: float, share: float, follows: bool) -> None:
     thrift, follow = Thrift(), Follow(1, 0, torch.zeros(0, WIDTH))
-    steps(thrift, 300, wanted, share, 0.0)
+    steps(thrift, 300, gained, share, 0.0)
     assert thrift.allows == follows and not thrift.leaves(follow), "whom drafts were wanted for lately stays"
     follow.num_idle = 1000
     assert thrift.leaves(follow) != follows
 
 
+def test_gains_pay_for_some_requests_but_not_for_ever() -> None:
+    thrift = Thrift()
+    now = steps(thrift, 1000, 1.0, 0.0, 0.0)
+    now = steps(thrift, 20, 0.0, 0.5, now)
+    assert thrift.allows
+    steps(thrift, 60, 0.0, 0.5, now)
+    assert not thrift.allows
+
+
 def test_after_a_while_without_following_it_is_tried_again() -> None:
     thrift = Thrift()
-    now = steps(thrift, 300, False, 0.1, 0.0)
+    now = steps(thrift, 300, 0.0, 0.1, 0.0)
     assert not thrift.allows
-    steps(thrift, 3000, False, 0.0, now)
+    steps(thrift, 6000, 0.0, 0.0, now)
     assert thrift.allows
 
 
 def test_idle_time_pays_for_nothing() -> None:
     thrift = Thrift()
-    now = steps(thrift, 300, False, 0.1, 0.0)
+    now = steps(thrift, 300, 0.0, 0.1, 0.0)
     for _ in range(50):
         now += 3600.0
-        thrift.learn(False, now, 0.0)
+        thrift.learn(0.0, now, 0.0)
     assert not thrift.allows

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from forerun.core import Request, SamplingParams
-from forerun.drafters.base import NUM_APART
-from forerun.drafters.recycling import NUM_SUCCESSORS, RANK_CHANCE, RecyclingDrafter, template
+from forerun.drafters.base import NUM_APART, logits_reader
+from forerun.drafters.recycling import NUM_SUCCESSORS, PATIENCE, RANK_CHANCE, SELDOM, RecyclingDrafter, template
 from forerun.kernels.select import select_kernels
 from forerun.speculation.draft import Draft
 from forerun.speculation.tree import ROOT
@@ -52,6 +52,20 @@ def test_children_are_the_best_of_the_last_row(backend: str) -> None:
         tree = propose(drafter, token).tree
         best = logits[row].topk(NUM_SUCCESSORS).indices.tolist()
         assert [tree.tokens[node] for node in tree.children(ROOT)] == best
+
+
+def test_while_nobody_wants_drafts_few_steps_show_logits() -> None:
+    """The others need not go phase by phase; a portfolio asks its members anew in every step."""
+    drafter = recycling()
+    both = harness.portfolio_of(harness.engine("none"), drafter)
+    wanted = []
+    for _ in range(PATIENCE + 3 * SELDOM):
+        drafter.observe([], {})
+        assert both.wants_logits == drafter.wants_logits == (logits_reader(both) is not None)
+        wanted.append(drafter.wants_logits)
+    assert all(wanted[:PATIENCE]) and sum(wanted[PATIENCE:]) == 3
+    propose(drafter, 3)
+    assert drafter.wants_logits
 
 
 def test_nothing_is_guessed_of_unknown_tokens() -> None:

@@ -15,7 +15,8 @@ from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.models.loader import load_model
-from forerun.policy.policy import AdaptivePolicy, FixedPolicy
+from forerun.policy.fixed import FixedPolicy
+from forerun.policy.policy import AdaptivePolicy
 from forerun.runtime import head_trees, trees
 from forerun.speculation.drawn import DrawnTree, trees_of
 from tests.drafters import test_eagle, test_medusa, test_mtp

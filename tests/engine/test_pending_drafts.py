@@ -145,7 +145,7 @@ def test_rows_of_pending_drafts_are_shown_with_their_tokens(
         made, seen = with_draft(width), list[list[int]]()
         made.verifier = verifier(tiny.kernels(), at_once=True)
         assert isinstance(made.drafter, Portfolio)
-        monkeypatch.setattr(made.drafter, "wants_logits", True)
+        monkeypatch.setattr(Portfolio, "wants_logits", True)
         monkeypatch.setattr(
             made.drafter, "observe_logits", lambda ids, logits, firsts, to=seen: to.append(ids.tolist())
         )

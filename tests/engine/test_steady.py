@@ -16,6 +16,7 @@ from torch import Tensor
 
 from forerun import LLM, SamplingParams
 from forerun.drafters.base import Observed
+from forerun.drafters.recycling import PATIENCE
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.engine.steady import SteadySteps
@@ -258,9 +259,8 @@ def test_all_steps_of_a_usual_request_but_that_of_its_prompt(drafter: str, monke
         ({}, {"logit_bias": {5: 1.0}}),
         ({}, {"min_tokens": 3}),
         ({"verification": "rejection"}, {"temperature": 1.0}),
-        ({"drafter": "recycling"}, {"speculate": False}),
     ],
-    ids=["penalty", "filter", "logprobs", "prompt-logprobs", "bias", "min-tokens", "rejection", "reads-logits"],
+    ids=["penalty", "filter", "logprobs", "prompt-logprobs", "bias", "min-tokens", "rejection"],
 )
 def test_unusual_steps_go_phase_by_phase(
     options: dict[str, Any], params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -271,6 +271,16 @@ def test_unusual_steps_go_phase_by_phase(
         while llm.engine.has_work:
             llm.step()
     assert steps == {"by phase": 6}
+
+
+def test_steps_whose_logits_somebody_reads_go_phase_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the prompt, and while drafts may still be wanted."""
+    llm = engine("recycling")
+    with counted(monkeypatch) as steps:
+        start(llm, PROMPT, max_tokens=6, speculate=False)
+        while llm.engine.has_work:
+            llm.step()
+    assert steps == {"by phase": 1 + PATIENCE, "at once": 5 - PATIENCE}
 
 
 def test_requests_of_an_adapter_go_phase_by_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

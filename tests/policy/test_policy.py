@@ -12,7 +12,8 @@ import torch
 from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Asked, DraftCall
 from forerun.policy.costs import CallCosts, Costs, Mean, PassCosts
-from forerun.policy.policy import AdaptivePolicy, FixedPolicy, Outcome, StepResult, StepSeconds
+from forerun.policy.fixed import FixedPolicy
+from forerun.policy.policy import WARM_AFTER, AdaptivePolicy, Outcome, StepResult, StepSeconds
 from forerun.speculation.draft import Draft, PendingDrafts
 from forerun.speculation.tree import ROOT
 from tests.support.hopeful import show_right
@@ -227,6 +228,33 @@ def test_nobody_drafts_before_a_plain_step_was_seen() -> None:
     assert made.plan([request()]).max_nodes(request()) == 1
     step(made, [request()], 0)
     assert made.plan([request()]).max_nodes(request()) == 16
+
+
+def plain_step(made: AdaptivePolicy, one: Request, seconds: float) -> None:
+    outcome = Outcome(one, Draft(one, 1), [1])
+    made.learn(StepResult([outcome], [], 1, 0, StepSeconds(0.0, seconds, seconds)))
+
+
+def test_drafts_gain_over_plain_decoding_whose_steps_no_drafts_slow() -> None:
+    made, one = policy(), request()
+    for _ in range(6):
+        learn_call(made, False, 0.1)
+        for _ in range(WARM_AFTER):
+            plain_step(made, one, 3.0)
+    assert made.costs.plain_s(1) == made.plain_step_s(1) > 2.0, "nothing better is known"
+    plain_step(made, one, 1.2)
+    learn_call(made, False, 0.1)
+    plain_step(made, one, 3.0)
+    assert made.costs.plain_s(1) == pytest.approx(1.2) and made.plain_step_s(1) > 1.5
+
+
+def test_what_drafts_gained_is_said_by_drafter() -> None:
+    made, one = policy(), request()
+    for right, gains in ((15, True), (0, False)):
+        before = made.gained_s("m")
+        step(made, [one], right)
+        assert (made.gained_s("m") > before) == gains and made.plan([one]).gained_s("m") == made.gained_s("m")
+    assert made.gained_s("other") == 0.0
 
 
 @pytest.mark.parametrize("num_span", [0, 50])

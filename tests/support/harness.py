@@ -19,7 +19,8 @@ from forerun.kernels.ops import Kernels
 from forerun.kernels.select import select_kernels
 from forerun.models.base import Model, passes_of
 from forerun.policy.costs import CallCosts, Costs, PassCosts
-from forerun.policy.policy import AdaptivePolicy, FixedPolicy
+from forerun.policy.fixed import FixedPolicy
+from forerun.policy.policy import AdaptivePolicy
 from forerun.runtime.bind import bind
 from forerun.speculation.verifier import CoupledVerifier
 from tests.support.toy import LetterDetokenizer, NoisyToy, ToyModel

@@ -28,10 +28,13 @@ class BoundaryStates:
         layers: Sequence[int],
         hidden: Mapping[int, Tensor],
     ) -> None:
-        """Keep states at block ends; positions from `first` on are these rows of `hidden` (layer -> [M, width])."""
+        """Keep states at block ends; positions from `first` on are these rows of `hidden` (layer -> [M, width]).
+
+        Where `hidden` is empty the states are not known.
+        """
         for offset in range(-(first + 1) % self._block_size, len(rows), self._block_size):
             block = block_table[(first + offset) // self._block_size]
-            self._states[block] = torch.cat([hidden[layer][rows[offset]] for layer in layers])
+            self.put(block, torch.cat([hidden[layer][rows[offset]] for layer in layers]) if hidden else None)
 
     def before(self, block_table: Sequence[int], position: int) -> Tensor | None:
         """Hidden states of the token before `position` -> [sum of the widths]; None unless it ends a block."""

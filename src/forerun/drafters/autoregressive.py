@@ -68,6 +68,10 @@ class AutoregressiveDrafter:
         """Let the follower see it, and read what should not wait until drafts are wanted."""
         self._follower.observe(observed, hidden, self._read)
 
+    def reads(self, request: Request) -> bool:
+        """See `StatesReader`."""
+        return self._follower.reads(request)
+
     def num_ready(self, request: Request) -> tuple[int, ...]:
         """How far the network has read."""
         return self._follower.num_ready(request)

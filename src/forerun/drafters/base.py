@@ -143,7 +143,10 @@ class Drafter(Protocol):
         """The prompt is known."""
 
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
-        """A step is over: prompt chunks and accepted tokens alike. Called after request.token_ids has grown."""
+        """A step is over: prompt chunks and accepted tokens alike. Called after request.token_ids has grown.
+
+        `hidden` is empty where nobody wanted states (`EngineDrafter.wants_states`).
+        """
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         """Grow the drafts' trees, all in one batched call; leaving a root alone means not to speculate."""
@@ -163,7 +166,7 @@ class Drafter(Protocol):
         for those blocks (short or () if nothing is known): less than num_computed if the drafter lagged, more if a
         copied block holds rows beyond it. `boundary` [sum of the widths of hidden_layers, in their order] is the hidden
         state of token num_computed - 1; None if it is not known, which happens only where num_ready goes beyond
-        num_computed or the drafter wants no hidden states.
+        num_computed, the drafter wants no hidden states or is a `StatesReader`.
         """
 
     def end(self, request_id: str) -> None:
@@ -191,6 +194,9 @@ class DraftCall(NamedTuple):
 class EngineDrafter(Drafter, Protocol):
     """What an engine asks for drafts: one drafter or several, whose calls are timed and whose errors are contained."""
 
+    def wants_states(self, requests: Sequence[Request]) -> bool:
+        """Whether the states of what the next pass computes for these requests are wanted; else it gives none."""
+
     @property
     def health(self) -> Mapping[str, DrafterHealth]:
         """How its drafters fare, by name."""
@@ -199,8 +205,23 @@ class EngineDrafter(Drafter, Protocol):
         """The calls of its drafters since the last call."""
 
 
+class StatesReader(Protocol):
+    """The extra method of drafters that do without hidden states where reading them is not worth its time.
+
+    What has no states for some token of a request never drafts for it again.
+    """
+
+    def reads(self, request: Request) -> bool:
+        """Whether the states of what the request's next pass computes are wanted."""
+
+
+def states_reader(drafter: Drafter) -> StatesReader | None:
+    """The drafter, if it sometimes does without."""
+    return cast(StatesReader, drafter) if hasattr(drafter, "reads") else None
+
+
 class LogitsReader(Protocol):
-    """The extra method of drafters with `wants_logits = True`, which learn from every row the target computed."""
+    """The extra method of drafters that learn from rows the target computed: of the passes for which `wants_logits`."""
 
     def observe_logits(self, token_ids: Tensor, logits: Tensor, firsts: Sequence[tuple[Request, int]]) -> None:
         """A pass is over: row i of logits [R, vocab_size] tells what follows token_ids[i], [R] int64.
@@ -211,7 +232,7 @@ class LogitsReader(Protocol):
 
 
 def logits_reader(drafter: Drafter) -> LogitsReader | None:
-    """The drafter, if it wants to see logits."""
+    """The drafter, if it wants to see the logits of the next pass."""
     return cast(LogitsReader, drafter) if getattr(drafter, "wants_logits", False) else None
 
 

@@ -67,6 +67,10 @@ class Follower:
     def wanted(self, drafts: Sequence[Draft]) -> None:
         """Drafts are asked for."""
 
+    def reads(self, request: Request) -> bool:
+        """See `StatesReader`."""
+        return True
+
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor], read: Read) -> None:
         """A step is over; rows that should not wait are `read`."""
 
@@ -144,7 +148,7 @@ class FeatureFollower(Follower):
         self._follows: dict[str, Follow] = {}
         self._left: set[str] = set()  # requests that are not followed
         self._thrift = Thrift() if context.options.adaptive else None
-        self._was_wanted = False
+        self._gained_s = 0.0  # by drafts since the beginning, as their plan said last
 
     def start(self, request: Request) -> int:
         """Behind the rows that are computed from true states."""
@@ -169,8 +173,8 @@ class FeatureFollower(Follower):
         self.read(request, request.root_position + self._lag)
 
     def wanted(self, drafts: Sequence[Draft]) -> None:
-        """Following pays."""
-        self._was_wanted = True
+        """Following may pay."""
+        self._gained_s = drafts[0].plan.gained_s(drafts[0].member)
         for draft in drafts:
             if (follow := self._follows.get(draft.request.request_id)) is not None:
                 follow.num_idle = 0
@@ -178,6 +182,10 @@ class FeatureFollower(Follower):
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor], read: Read) -> None:
         """Keep the states of what became known; compute rows that complete a block, or have become many."""
         began = perf_counter()
+        if not hidden:
+            if self._thrift is not None:
+                self._thrift.learn(self._gained_s, began, 0.0)
+            return
         layers = [hidden[layer] for layer in self.hidden_layers]
         followed = [seen for seen in observed if self._add(seen, layers)]
         num_unread = sum([seen.request.num_computed - self.start(seen.request) for seen in followed])
@@ -185,8 +193,7 @@ class FeatureFollower(Follower):
         if due:
             read((request, request.num_computed) for request in due)
         if self._thrift is not None:
-            self._thrift.learn(self._was_wanted, began, perf_counter() - began)
-        self._was_wanted = False
+            self._thrift.learn(self._gained_s, began, perf_counter() - began)
 
     def _add(self, seen: Observed, layers: Sequence[Tensor]) -> bool:
         """Keep a request's states; whether all rows can be computed now."""
@@ -207,12 +214,16 @@ class FeatureFollower(Follower):
         if request.request_id in self._left:
             return None
         follow = self._follows.get(request.request_id)
-        if follow is None or start == 0:
+        if follow is None or (start == 0 and follow.end > 0):
             if not self._may_follow(request):
                 return None
             follow = Follow(self._first_row, self._first_row - self._lag, self._before, self._lag)
             self._follows[request.request_id] = follow
         return follow
+
+    def reads(self, request: Request) -> bool:
+        """Whether the request is followed, which is decided when it begins."""
+        return self._following(request, request.num_computed) is not None
 
     def _may_follow(self, request: Request) -> bool:
         """Else it is left for good."""
@@ -231,7 +242,11 @@ class FeatureFollower(Follower):
         if self._may_follow(request):
             states = torch.empty(0, 0) if boundary is None else boundary[None].clone()  # [0 or 1, W]
             first = request.num_computed - len(states)
-            self._follows[request.request_id] = Follow(max(num_ready, self._first_row), first, states, self._lag)
+            follow = Follow(max(num_ready, self._first_row), first, states, self._lag)
+            if follow.is_broken(request.num_computed):
+                self._left.add(request.request_id)
+            else:
+                self._follows[request.request_id] = follow
 
     def end(self, request_id: str) -> None:
         """Forget the request."""
@@ -339,44 +354,46 @@ class Follow:
         return self._states
 
 
-_RECENT = 1 / 64  # what the newest step counts for in the share of steps with drafts
-_WANTED = 0.05  # share of steps with drafts from which following needs no other reason
-_TRUSTED = 0.1  # that share as it is taken to be at first
-_AFFORDED = 0.01  # share of the time that following may take while nobody wants drafts
+_FALL, _RISE = 0.3, 0.03  # what a shorter and a longer step count for in the usual time of one
+_LONGEST = 2.0  # times the usual; what a step took beyond that was a prompt, or idle time
+_AFFORDED = 0.01  # share of the time that following may take where drafts do not pay for it
+_FIRST, _MOST = 8.0, 32.0  # steps whose time following may lose, and that it may save up
+# Following costs so many times what reading takes. Beside it the target's last layer computes rows that nobody else
+# reads, and each step hands states over (`mini`, prompts of 40 tokens, answers of 27: 1.0 ms and 0.9 to 1.6 ms).
+_TIMES = 2.0
 _PATIENCE = 48  # steps after which a request nobody drafts for may be left
-_LONGEST_STEP_S = 1.0  # above it there was nothing to do
 
 
 class Thrift:
-    """Bounds what following costs where no drafts are wanted, as when a policy found them not worth their time.
+    """Bounds what following costs where drafts do not pay for it.
 
-    A head that lags too far behind cannot draft: whether drafts will be wanted must be guessed. As long as they are
-    wanted now and then, or reading takes next to none of the time, everything is followed. Else requests are left, and
-    what was read in vain is a debt that a small share of the time pays off; once it is paid, the next requests are
-    followed from their beginning.
+    A head that lags too far behind cannot draft. So there is an account: reading is a debt, which what drafts gain and
+    a small share of the time pay. While it is high no request is followed, and steps are those of plain decoding.
     """
 
     def __init__(self) -> None:
-        self._wanted = _TRUSTED
         self._debt_s = 0.0
+        self.gained_s = 0.0  # by drafts, as was told last
+        self._step_s = 0.0  # usual; until it is known everything is followed
         self._began: float | None = None
 
-    def learn(self, wanted: bool, began: float, reading_s: float) -> None:
-        """A step is over that was asked for drafts or not; it was observed from `began` on, which took `reading_s`."""
-        self._wanted += _RECENT * (wanted - self._wanted)
-        step_s = began - self._began if self._began is not None else 0.0
-        paid_s = _AFFORDED * step_s if step_s < _LONGEST_STEP_S else 0.0
-        self._debt_s = max(self._debt_s - paid_s, 0.0) + (0.0 if self._is_wanted else reading_s)
-        self._began = began
+    def learn(self, gained_s: float, began: float, reading_s: float) -> None:
+        """A step is over; it was observed from `began` on, which took `reading_s`.
 
-    @property
-    def _is_wanted(self) -> bool:
-        return self._wanted > _WANTED
+        `gained_s`: what drafts have gained since the beginning.
+        """
+        if self._began is not None:
+            usual_s = self._step_s or began - self._began
+            step_s = min(began - self._began, _LONGEST * usual_s)
+            self._step_s = usual_s + (_FALL if step_s < usual_s else _RISE) * (step_s - usual_s)
+        paid_s = gained_s - self.gained_s + _AFFORDED * self._step_s
+        self._began, self.gained_s = began, gained_s
+        self._debt_s = max(self._debt_s + _TIMES * reading_s - paid_s, -_MOST * self._step_s)
 
     @property
     def allows(self) -> bool:
         """Whether to follow requests whose drafts may never be wanted."""
-        return self._is_wanted or self._debt_s <= _AFFORDED * _LONGEST_STEP_S
+        return self._step_s == 0.0 or self._debt_s <= _FIRST * self._step_s
 
     def leaves(self, follow: Follow) -> bool:
         """Whether to follow a request no longer."""

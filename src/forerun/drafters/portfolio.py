@@ -40,6 +40,7 @@ from forerun.drafters.base import (
     Observed,
     Stateless,
     logits_reader,
+    states_reader,
 )
 from forerun.drafters.registry import check_names, spec_of
 from forerun.errors import ConfigError, DrafterError
@@ -89,6 +90,7 @@ class Member:
         self.drafter = drafter
         self.name = drafter.name
         self.observes = getattr(drafter.observe, "__func__", None) is not Stateless.observe
+        self._reader = states_reader(drafter) if drafter.hidden_layers else None
         self.num_errors = 0  # in all
         self._num_counted = 0  # of them, that count towards the next rest
         self._rests_until = self._erred_at = -math.inf
@@ -109,6 +111,18 @@ class Member:
     def drafts_for(self, request: Request) -> bool:
         """Whether it is not paused and has not failed for this request."""
         return not self.is_off and self.name not in request.failed_drafters
+
+    def reads(self, request: Request) -> bool:
+        """Whether it wants the states of what the request's next pass computes."""
+        if not self.drafter.hidden_layers or not self.drafts_for(request):
+            return False
+        return self._reader is None or self.call("reads", [request], request)[1] is True
+
+    def can_draft(self, request: Request) -> bool:
+        """Whether asking it is of any use: what reads states has none before a request's first pass."""
+        if not self.drafts_for(request):
+            return False
+        return self._reader is None or (request.num_computed > 0 and self.reads(request))
 
     def leave_if_off(self, requests: Iterable[Request]) -> None:
         """Count a pause as a failure for these requests, of which it sees only a part."""
@@ -190,7 +204,7 @@ class Portfolio:
         self.kv_specs = tuple(spec for drafter in drafters for spec in drafter.kv_specs)
         self.weight_bytes = sum(drafter.weight_bytes for drafter in drafters)
         self._readers = [member for member in members if logits_reader(member.drafter) is not None]
-        self.wants_logits = bool(self._readers)
+        self._of_states = [member for member in members if member.drafter.hidden_layers]
         self._calls: list[DraftCall] = []
         self._coupled, self._clock = coupled, clock
 
@@ -208,6 +222,15 @@ class Portfolio:
             member.leave_if_off([request])
             member.call("begin", [request], request)
 
+    @property
+    def wants_logits(self) -> bool:
+        """Whether a member wants to see those of the next pass."""
+        return any(logits_reader(member.drafter) is not None for member in self._readers)
+
+    def wants_states(self, requests: Sequence[Request]) -> bool:
+        """See `EngineDrafter`."""
+        return any(member.reads(request) for member in self._of_states for request in requests)
+
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
         """Tell every member of the requests it still drafts for."""
         for member in self.members:
@@ -221,7 +244,7 @@ class Portfolio:
     def observe_logits(self, token_ids: Tensor, logits: Tensor, firsts: Sequence[tuple[Request, int]]) -> None:
         """Show them to the members that want to see them."""
         for member in self._readers:
-            if not member.is_off:
+            if not member.is_off and logits_reader(member.drafter) is not None:
                 member.call("observe_logits", [], token_ids, logits, firsts)
 
     def propose(self, drafts: Sequence[Draft]) -> None:
@@ -287,7 +310,7 @@ class Portfolio:
     def _is_open(self, member: Member, draft: Draft) -> bool:
         """Whether the request allows this member, which has not failed for it, and its tree has room for drafts."""
         only = draft.request.drafter
-        if draft.pending is not None or draft.room == 0 or not member.drafts_for(draft.request):
+        if draft.pending is not None or draft.room == 0 or not member.can_draft(draft.request):
             return False
         is_taken = not self._coupled and draft.request.params.temperature > 0.0 and len(draft.tree) > 1
         return only in (None, member.name) and not is_taken

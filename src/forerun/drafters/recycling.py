@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 
 from forerun.core import Request
-from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Lessons, Stateless
+from forerun.drafters.base import Drafter, DrafterContext, DrafterSpec, Lessons, Observed, Stateless
 from forerun.kernels.device import to_host
 from forerun.kernels.ops import Kernels, NoiseKeys
 from forerun.speculation.draft import Draft
 from forerun.speculation.tree import MAX_NODES, ROOT
 
 NUM_SUCCESSORS: Final = 8
-PATIENCE: Final = 32  # after so many steps without drafts,
-SELDOM: Final = 8  # only one in so many steps is learned from: ranking logits costs time
+PATIENCE: Final = 2  # after so many steps without drafts,
+# only one in so many steps is learned from: ranking logits costs time, and so do steps in which somebody reads them.
+SELDOM: Final = 8
 UNKNOWN: Final = -1  # a successor nobody has seen yet
 # Chances that a token is followed by its successor of each rank. Measured on the embedded model, between those at
 # temperature 0 (0.74, 0.07, 0.02 ..) and 1 (0.20, 0.07, 0.03 ..); they shape the tree and are the nodes' survival.
@@ -71,7 +72,6 @@ class RecyclingDrafter(Stateless):
     """
 
     name = SPEC.name
-    wants_logits = True
 
     def __init__(self, max_draft_tokens: int, vocab_size: int, kernels: Kernels, across_requests: bool = True) -> None:
         self.max_nodes = max_draft_tokens + 1
@@ -94,11 +94,17 @@ class RecyclingDrafter(Stateless):
         """One request less."""
         self._running.discard(request_id)
 
+    @property
+    def wants_logits(self) -> bool:
+        """Not in every step while nobody wants drafts."""
+        return self._num_idle <= PATIENCE or self._num_idle % SELDOM == 0
+
+    def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
+        """Count the step."""
+        self._num_idle += 1
+
     def observe_logits(self, token_ids: Tensor, logits: Tensor, firsts: Sequence[tuple[Request, int]]) -> None:
         """Overwrite the successors of token_ids [R] by the best of logits [R, vocab_size]; later rows win."""
-        self._num_idle += 1
-        if self._num_idle > PATIENCE and self._num_idle % SELDOM:
-            return
         num_rows = token_ids.shape[0]
         none = torch.zeros(num_rows, dtype=torch.int64)
         plain = torch.zeros(num_rows, dtype=torch.float64)  # temperature 0: the logits themselves

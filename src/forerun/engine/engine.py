@@ -52,6 +52,7 @@ class Engine:
 
     model: Model
     runner: Runner  # executes the model's passes, with the hidden states the drafter needs
+    bare: Runner | None  # without them, for steps of which nobody wants any; None: `runner` executes all
     drafter: EngineDrafter
     verifier: Verifier
     policy: Policy
@@ -181,6 +182,10 @@ class Engine:
         self.policy.learn(result)
         share_time(result, self.records, self.policy.plain_step_s(len(outcomes)))
 
+    def runner_for(self, requests: Sequence[Request]) -> Runner:
+        """Who executes the next pass over rows of these requests."""
+        return self.runner if self.bare is None or self.drafter.wants_states(requests) else self.bare
+
     @property
     def _kvs(self) -> Sequence[LayerKV]:
         return self.kv_cache.layers[: len(self.model.kv_specs)]
@@ -257,7 +262,7 @@ class Engine:
 
         On a GPU the host waits only once, for the choices, so that choosing is timed as part of the pass.
         """
-        out = self.runner.run(batch)
+        out = self.runner_for([entry.item.request for entry in work]).run(batch)
         if self.meanwhile is not None:
             self.meanwhile()
         if self.kv_cache.device.type == "cpu":
@@ -346,13 +351,14 @@ class Engine:
         if self.scheduler.prefix_cache is None:
             return
         for seen in observed:
-            if out.hidden:
-                self.keep_boundaries(seen, out.hidden)
+            self.keep_boundaries(seen, out.hidden)
             if seen.request.error is None:
                 self.scheduler.publish(seen.request, self.drafter.num_ready(seen.request))
 
     def keep_boundaries(self, seen: Observed, hidden: dict[int, Tensor]) -> None:
-        """Keep the states that drafters need where a request's blocks end."""
+        """Keep the states that drafters need where a request's blocks end; without them, forget older ones."""
+        if not self.drafter.hidden_layers:
+            return
         first = seen.request.num_computed - len(seen.rows)
         self.boundaries.keep(seen.request.block_ids, first, seen.rows, self.drafter.hidden_layers, hidden)
 

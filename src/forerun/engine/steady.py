@@ -20,7 +20,7 @@ from forerun.kernels.draws import PlainChain
 from forerun.models.base import CommittedPath
 from forerun.models.decoder import Decoder
 from forerun.policy.policy import Outcome, StepPlan
-from forerun.runtime.runner import ChainStepper, Chosen, chain_stepper
+from forerun.runtime.runner import Chosen, chain_stepper
 from forerun.speculation.draft import Draft
 from forerun.speculation.noise import Purpose, stream_id
 from forerun.speculation.sampling import is_plain
@@ -55,7 +55,6 @@ class SteadySteps:
         self._entries: list[_Entry] = []  # theirs; none if one of them is unusual
         self.alone: list[Draft] = []  # their roots, in a step without drafts; nobody reads which tokens these hold
         self._groups: list[RequestGroup] = []  # theirs, each once
-        self._stepper: ChainStepper | None = None
         self._commits: Callable[[Sequence[CommittedPath]], None] | None = None  # of a model with a state of its own
 
     def plan(self, engine: Engine, wanted: StepPlan) -> list[Draft] | None:
@@ -63,7 +62,8 @@ class SteadySteps:
         running = engine.scheduler.running
         if running != self._requests:
             self._meet(engine, running)
-        num_nodes = engine.scheduler.decode_all(wanted.max_nodes) if self._entries else None
+        is_usual = bool(self._entries) and logits_reader(engine.drafter) is None
+        num_nodes = engine.scheduler.decode_all(wanted.max_nodes) if is_usual else None
         if num_nodes is None:
             return None
         engine.timings.lap("schedule_s")
@@ -76,7 +76,6 @@ class SteadySteps:
         self._requests, self._entries = list(running), _usual(engine, running)
         self.alone = [Draft(request, 1) for request in running]
         self._groups = list({request.parent_id: engine.groups[request.parent_id] for request in running}.values())
-        self._stepper = chain_stepper(engine.runner)
         self._commits = None if type(engine.model) is Decoder else engine.model.commit
 
     def step(self, engine: Engine, drafts: Sequence[Draft]) -> list[RequestGroup] | None:
@@ -98,7 +97,8 @@ class SteadySteps:
 
     def _decide(self, engine: Engine, chains: Sequence[PlainChain]) -> Chosen | None:
         """Run the pass and choose tokens from it; None as for `step`."""
-        chosen = None if self._stepper is None else self._stepper.choose(chains)
+        stepper = chain_stepper(engine.runner_for(self._requests))
+        chosen = None if stepper is None else stepper.choose(chains)
         if chosen is None:
             return None
         if engine.meanwhile is not None:
@@ -145,7 +145,7 @@ class SteadySteps:
 def _usual(engine: Engine, requests: Sequence[Request]) -> list[_Entry]:
     """What is kept of requests that have nothing unusual; none if one has, or the engine."""
     is_coupled, is_native = type(engine.verifier) is CoupledVerifier, chain_stepper(engine.runner) is not None
-    if not (is_coupled and is_native) or logits_reader(engine.drafter) is not None:
+    if not (is_coupled and is_native):
         return []
     entries = [
         _Entry(request, engine.records[request.request_id], stream_id(request.sample_index, Purpose.TARGET))
@@ -170,7 +170,7 @@ def _publish(engine: Engine, observed: Sequence[Observed], hidden: dict[int, Ten
     for seen in observed:
         request, rows = seen.request, seen.rows
         has_filled = request.num_computed // size > (request.num_computed - len(rows)) // size
-        if has_filled and hidden:
+        if has_filled:
             engine.keep_boundaries(seen, hidden)
         if lags or has_filled:
             scheduler.publish(request, engine.drafter.num_ready(request))

@@ -175,6 +175,7 @@ class Costs:
     slowness: dict[tuple[bool, int], Mean] = field(default_factory=dict)  # by (drafts, rows): step over pass alone
     calls: dict[str, CallCosts] = field(default_factory=dict)  # of every drafter
     _most_like: dict[tuple[bool, int], tuple[Mean, float]] = field(default_factory=dict, compare=False)
+    plain: Mean | None = None  # slowness of plain steps that no drafts have slowed
     _kept: list[tuple[Mean, int]] = field(default_factory=list, compare=False)  # by another process, and their `num`
     _gauge: Mean | None = field(default=None, compare=False)  # the plain steps that what was kept follows
     _least: float = field(default=0.0, compare=False)  # of what they were believed to be, and have been since
@@ -190,6 +191,11 @@ class Costs:
         """A step around a pass over so many rows, calls of drafters apart."""
         slowness, pass_s = self._most_like.get((drafts, num_rows)) or self._find_most_like(drafts, num_rows)
         return slowness.value * pass_s
+
+    def plain_s(self, num_requests: int) -> float:
+        """A step of plain decoding: without drafts, and with none just before."""
+        usual_s = self.step_s(num_requests, False)
+        return usual_s if self.plain is None else min(usual_s, self.plain.value * self.passes(num_requests))
 
     def _find_most_like(self, drafts: bool, num_rows: int) -> tuple[Mean, float]:
         """At the nearest number of rows known; of plain steps where none with drafts is known, and likewise."""
@@ -216,6 +222,14 @@ class Costs:
         slowness.learn(seconds / pass_s)
         if follows:
             self._follow(slowness)
+
+    def learn_plain(self, num_rows: int, seconds: float) -> None:
+        """A plain step took this long, and the steps before it were plain."""
+        if num_rows > self.passes.max_rows:
+            return
+        if self.plain is None:
+            self.plain = Mean(1.0)
+        self.plain.learn(seconds / self.passes(num_rows))
 
     def keep(self, kept: Sequence[Mean]) -> None:
         """These were measured by another process, together with its plain steps."""

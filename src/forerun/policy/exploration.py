@@ -54,6 +54,10 @@ class Exploration:
         """Whether a trial of this price may begin: half of all that can be saved up covers any."""
         return self.balance >= min(price, MOST / 2)
 
+    def rest(self, num_tokens: int) -> None:
+        """A plain step gave what plain ones give."""
+        self.balance = min(self.balance + SHARE * num_tokens, MOST)
+
     def book(self, spent: float, reading: float, num_tokens: int, drafted: bool) -> None:
         """A step gave `num_tokens`; plain ones would have given `spent` in its time, `reading` in that of reading."""
         if drafted:

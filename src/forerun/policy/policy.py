@@ -3,10 +3,9 @@
 Knows: costs, chances, the exploration budget, what became of each step. Does not know: how drafters draft, what a pass
 computes, acceptance rules.
 
-`plan` is asked before a step and changes nothing; the plan it gives is handed to the scheduler and to the drafters as
-a set of pure queries. `learn` is told of every step and is the only method that changes what a policy knows. What a
-policy decides changes speed, never tokens under the coupled rule; under the rejection rule it decides before anything
-is drawn, so the distribution stays the target's.
+`plan` is asked before a step and changes nothing; scheduler and drafters get a set of pure queries. `learn` is told of
+every step and alone changes what a policy knows. What a policy decides changes speed, never tokens under the coupled
+rule; under the rejection rule it decides before anything is drawn, so the distribution stays the target's.
 
 *Before a drafter drafts* the step is planned for all requests together, each node's chance being that of its rank so
 far. *While it drafts* level by level it stops where the next level promises less than it costs. *After it drafted*
@@ -17,12 +16,12 @@ rest of the answer pays for it.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from forerun.core import Request
@@ -31,10 +30,14 @@ from forerun.policy.acceptance import LEAST, MEMORY, PRIOR, Acceptance, Tally
 from forerun.policy.costs import RISE, Costs
 from forerun.policy.exploration import SPREAD, Exploration
 from forerun.policy.planner import Outlook, expected_gains, found_by_depth, plan_call, worth_verifying
-from forerun.speculation.draft import Draft, DraftPlan, Proposal, Unlimited, pending_of
+from forerun.policy.reasons import why_plain
+from forerun.speculation.draft import Draft, DraftPlan, Proposal, pending_of
 
 # The first step of a trial is slow, drafts being out of the caches and behind. Four steps: batches 0.96, two: 0.99.
 TRIAL_STEPS, TRIAL_DRAFTS = 2, 3
+# Plain steps after drafts from which on they are as quick as in plain decoding: until then the target's weights are not
+# back in the caches (`mini`: 1100 to 2000 us, then 890 to 1450, 820 to 1140; 641 in plain decoding).
+WARM_AFTER: Final = 2
 USUAL_OUTPUT: Final = 128.0  # tokens an answer is expected to have until some were seen: soon forgotten
 
 
@@ -94,36 +97,6 @@ class Policy(Protocol):
         """Why this request would have no drafts now; None if it would."""
 
 
-@dataclass(frozen=True, slots=True)
-class FixedPolicy(Unlimited):
-    """Always the same number of nodes. Its own plan, since nothing is learned."""
-
-    num_nodes: int
-
-    looks_at_drafts: ClassVar[bool] = False
-
-    def plan(self, requests: Sequence[Request]) -> StepPlan:
-        """The same for every step."""
-        return self
-
-    def max_nodes(self, request: Request) -> int:
-        """The fixed number as far as the request allows; the root alone where it asked not to speculate."""
-        return min(self.num_nodes, request.max_nodes or self.num_nodes) if request.speculate else 1
-
-    def prune(self, drafts: Sequence[Draft]) -> None:
-        """All are."""
-
-    def learn(self, result: StepResult) -> None:
-        """Nothing."""
-
-    def plain_step_s(self, num_requests: int) -> None:
-        """Not known."""
-
-    def explain(self, request: Request) -> str | None:
-        """Only without a drafter."""
-        return "there is no drafter" if self.num_nodes <= 1 else None
-
-
 @dataclass(slots=True)
 class AdaptivePolicy:
     """The most expected tokens per second, at the price of a little exploration."""
@@ -139,6 +112,8 @@ class AdaptivePolicy:
     # lately: the steps' time in plain steps, and the tokens a request they gave
     speedup: Tally = field(default_factory=partial(Tally, PRIOR, PRIOR))
     trial: str | None = None  # the member that is tried
+    _gained_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by member that was asked
+    _num_plain: int = WARM_AFTER  # steps since drafts were asked for
     _trial_left: int = 0  # steps
     _num_trials: Counter[str] = field(default_factory=Counter)  # by member
     _until_trial: int = 0  # steps until one is considered while others draft
@@ -152,11 +127,11 @@ class AdaptivePolicy:
         rests = self._rest_left > 0 and all(request.num_output > 0 for request in requests)
         knows_plain = self.costs.knows_plain and not self.exploration.wants_plain
         is_open = not rests and self.exploration.may_draft and knows_plain
-        return self._plan(max(len(requests), 1), is_open)
+        return AdaptivePlan(self, max(len(requests), 1), is_open)
 
-    def _plan(self, num_requests: int, is_open: bool) -> AdaptivePlan:
-        speed = max(self.speedup.rate, 1.0) * num_requests / self.plain_step_s(num_requests)
-        return AdaptivePlan(self, num_requests, is_open, speed)
+    def wants(self, member: str, draft: Draft) -> bool:
+        """Whether drafts of the member would pay for this request alone."""
+        return AdaptivePlan(self, 1, True).wanted(member, [draft])[0] > 0
 
     def plain_step_s(self, num_requests: int) -> float:
         """A step without drafts."""
@@ -177,35 +152,33 @@ class AdaptivePolicy:
             num_read = 0
         return self.costs.calls[member].reading_s(len(request.token_ids) - num_read)
 
-    def explain(self, request: Request) -> str | None:
-        """No member's drafts are right often enough for what they cost: how often they are, member by member."""
-        if not self.exploration.may_draft:
-            return "drafts have cost more than they gained lately; they go on once 1% of the time has paid for that"
-        plan, draft = self._plan(1, True), Draft(request, self.max_nodes)
-        if any(plan.wanted(member, [draft])[0] for member in self.costs.calls):
-            return None
-        said = [self._missing(request, member) for member in sorted(self.costs.calls)]
-        return "; ".join(said) or None
+    def gained_s(self, member: str) -> float:
+        """See `DraftPlan`."""
+        return self._gained_s.get(member, 0.0)
 
-    def _missing(self, request: Request, member: str) -> str:
-        rate, reading_s = self.acceptance_of(request).rates(request, member)[0], self.reading_s(member, request)
-        reads = f", and what {member} has to read first takes {1e3 * reading_s:.0f} ms" if reading_s > 0.0 else ""
-        return f"drafts of {member} are right {rate:.0%} of the time, too seldom for what they cost here{reads}"
+    def explain(self, request: Request) -> str | None:
+        """See `policy.reasons`."""
+        return why_plain(self, request)
 
     # -- learning -----------------------------------------------------------------------------------------------
 
     def learn(self, result: StepResult) -> None:
         """Costs, chances, and whether it paid."""
         num_tokens = sum([len(outcome.tokens) for outcome in result.outcomes])
-        if num_tokens == 0:
+        if num_tokens == 0 or self._rests_through(result):
             return
         num, plain_s = len(result.outcomes), self.plain_step_s(len(result.outcomes))
         rest_s, calls_s = self._learn_step(result)
-        reading_s = sum(map(self._learn_call, result.calls, calls_s))
+        reading_s = sum(map(self._learn_call, result.calls, calls_s)) if calls_s else 0.0
         spent_s = rest_s + sum(calls_s) - reading_s
         self.speedup.add(max(spent_s / plain_s, 1.0), num_tokens / num, MEMORY)  # no step is quicker than a plain one
+        if result.calls:
+            gained_s = num_tokens / num * self.costs.plain_s(num) - spent_s - reading_s
+            for member in {call.member for call in result.calls}:
+                self._gained_s[member] += gained_s
         plain_speed, only_measured = num / plain_s, self.exploration.wants_plain and not result.calls
         self.exploration.book(spent_s * plain_speed, reading_s * plain_speed, num_tokens, bool(result.calls))
+        self._num_plain = 0 if result.calls else self._num_plain + 1
         for request, draft, tokens in result.outcomes:
             for proposal in draft.proposals if tokens else ():
                 self._learned(request).learn(request, proposal, tokens)
@@ -213,6 +186,18 @@ class AdaptivePolicy:
                 self.usual_output += RISE * (request.num_output - self.usual_output)
         if not only_measured:
             self._settle(result)
+
+    def _rests_through(self, result: StepResult) -> bool:
+        """Of a plain step of a rest, but its last, only the time is learned: Python between passes slows these, too."""
+        if self._rest_left <= 1 or self._num_plain < WARM_AFTER or result.calls or result.num_span:
+            return False
+        if any(request.finish_reason is not None or draft.max_nodes > 1 for request, draft, _ in result.outcomes):
+            return False
+        self._rest_left -= 1
+        self.exploration.rest(len(result.outcomes))
+        self.speedup.add(1.0, 1.0, MEMORY)
+        self._learn_step(result)
+        return True
 
     def _learned(self, request: Request) -> Acceptance:
         """What takes in how the request fares; that of a new adapter begins with what is known without one."""
@@ -240,6 +225,8 @@ class AdaptivePolicy:
         if result.num_span:
             return usual_s, calls_s
         self.costs.learn_step(result.num_rows, drafts, rest_s)
+        if not calls_s and self._num_plain >= WARM_AFTER:
+            self.costs.learn_plain(result.num_rows, rest_s)
         return rest_s, calls_s
 
     def _learn_call(self, call: DraftCall, seconds: float) -> float:
@@ -303,7 +290,11 @@ class AdaptivePlan:
     policy: AdaptivePolicy
     num_requests: int
     is_open: bool  # somebody may be asked
-    speed: float  # tokens a second that decoding gives at this load: what a second is worth
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second that decoding gives at this load: what a second is worth."""
+        return max(self.policy.speedup.rate, 1.0) * self.num_requests / self.policy.plain_step_s(self.num_requests)
 
     @property
     def looks_at_drafts(self) -> bool:
@@ -373,6 +364,10 @@ class AdaptivePlan:
             return Outlook(n, n, costs.step_s(n, False))
         found = sum(sum(found_by_depth(d.tree.depths, d.survival)) for d in drafts if len(d.tree) > 1)
         return Outlook(n + found, n + num_nodes, costs.step_s(n + num_nodes))
+
+    def gained_s(self, member: str) -> float:
+        """See `DraftPlan`."""
+        return self.policy.gained_s(member)
 
     def least_chance(self, member: str) -> float:
         """What a level must promise: what it and a row cost, in tokens of plain passes."""

@@ -3,15 +3,12 @@
 Knows: one tree, who proposed which of its nodes and how likely each is said to be, which nodes will be verified. Does
 not know: who drafts, how nodes are drawn (`growth`), acceptance.
 
-Drafters add nodes and take none away. Several drafters add to the same tree, one after the other (`ask`): a node that
-is there already is not doubled, but belongs to both. Pruning (`keep`) changes no node's number, so a drafter's KV rows
-stay where they are: node i is in row i after the root's.
+Drafters add nodes and take none away. Several add to the same tree, one after the other (`ask`): a node that is there
+already belongs to both. Pruning (`keep`) changes no node's number: the KV of node i is in row i after the root's.
 
-**Pending drafts.** A device may still be drawing a tree while the pass that verifies it is already enqueued. A step
-that looks at drafts before it verifies them must wait for them: a policy that prunes, a portfolio that asks another
-drafter for the same request, parameters that shape logits by what was drafted, a rule that needs q. Whoever runs the
-step sets `Draft.may_be_pending` if none of these applies. A drafter then may leave its trees on the device
-(`PendingDrafts`). They are read together with the target's choices: the host waits once a step.
+**Pending drafts.** A device may still be drawing a tree while the pass that verifies it is already enqueued. Who looks
+at drafts earlier must wait: a policy that prunes, a portfolio that asks another drafter, a rule that needs q. Without
+any of these a step sets `Draft.may_be_pending`: trees may stay on the device until the choices are read.
 """
 
 from __future__ import annotations
@@ -51,6 +48,9 @@ class DraftPlan(Protocol):
     def least_chance(self, member: str) -> float:
         """See `Draft.least`."""
 
+    def gained_s(self, member: str) -> float:
+        """Seconds that its drafts have saved so far."""
+
     def log_chances(self, request: Request, proposal: Proposal) -> Sequence[float]:
         """Log chance of the whole path to each node of a proposal, from the drafter's estimates and their record."""
 
@@ -64,6 +64,10 @@ class Unlimited:
 
     def least_chance(self, member: str) -> float:
         """Every level is drawn."""
+        return 0.0
+
+    def gained_s(self, member: str) -> float:
+        """Not known."""
         return 0.0
 
     def log_chances(self, request: Request, proposal: Proposal) -> Sequence[float]:
