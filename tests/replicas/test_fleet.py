@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -194,14 +194,17 @@ def test_replicas_that_end_while_a_request_waits_for_a_seat_are_no_proof_against
     assert asked(fleets.MAX_ALL_DEATHS) == 503
 
 
-def test_a_replica_knows_how_many_wait_for_a_seat(replicas: InProcess) -> None:
-    service = replicas.replicas["r0"]._service
-    assert service.num_behind(service.num_seats) == 0
-    service._num_open = 1
-    try:
-        assert service.num_behind(service.num_seats) == 1
-    finally:
-        service._num_open = 0
+def test_an_order_without_a_seat_waits(fleet: TestClient, replicas: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fleet.post(CHAT, json=body({**ASKED["drawn"], "n": 2})).status_code == 200
+    replica = replicas.replicas["r0"]
+
+    async def accepted() -> Any:
+        async with aclosing(replica.run(replicas.orders[0])) as said:  # type: ignore[type-var]
+            return await anext(said)
+
+    for num_free in (0, 1):
+        monkeypatch.setattr(replica._service, "_num_open", replica._service.num_seats - num_free)
+        assert asyncio.run(accepted()) == Accepted("r0", waits=num_free == 0)
 
 
 def test_engines_that_fail_count_as_deaths_and_full_ones_do_not(

@@ -45,8 +45,9 @@ def start(client: httpx.Client, given: list[Any], endpoint: str = CHAT, **fields
 
 def until(client: httpx.Client, batch_id: str, over: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     for _ in range(600):
-        batch: dict[str, Any] = client.get(f"/v1/batches/{batch_id}").json()
-        if over(batch):
+        answer = client.get(f"/v1/batches/{batch_id}")
+        batch: dict[str, Any] = answer.json()
+        if answer.status_code != 503 and over(batch):  # 503: the folder is busy
             return batch
         time.sleep(0.05)
     raise AssertionError(batch)

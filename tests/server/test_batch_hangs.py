@@ -96,7 +96,7 @@ def check_a_hang(client: TestClient, hang: Hang) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.1)
+    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.5)
 
 
 def test_a_folder_that_hangs_stops_no_stream(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_download_that_hangs_midway_is_cut_off_and_others_go_on(
             assert client.get("/health").json()["status"] == "ok"
             with pytest.raises(httpx.RemoteProtocolError, match="without sending complete message body"):
                 next(pieces)
-        monkeypatch.setattr(folder_thread, "ANSWER_S", 0.1)
+        monkeypatch.setattr(folder_thread, "ANSWER_S", 0.5)
         assert begun == data_of(GIVEN)[:1000] and answer.headers["content-length"] == str(len(data_of(GIVEN)))
         assert client.get("/v1/files").json()["error"]["code"] == "folder_hangs"
         assert streamed(client) == alone and closed_by == []

@@ -85,7 +85,7 @@ def test_what_is_given_up_leaves_nothing_behind(hanging: tuple[FolderThread, Eve
 
 
 def test_steps_that_are_given_up_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.05)
+    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.5)
     thread, goes_on, closed = FolderThread("test"), Event(), list[bool]()
 
     def steps() -> Generator[str | None, None, None]:
@@ -187,7 +187,7 @@ def test_errors_that_nobody_waits_for_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of calls that were submitted, given up or cancelled; not what a client did wrong, nor what somebody hears."""
-    monkeypatch.setattr(folder_thread, "ANSWER_S", 0.3)
+    monkeypatch.setattr(folder_thread, "ANSWER_S", 1.0)
     thread = FolderThread("test")
 
     def fails(begun: Event, goes_on: Event, error: Exception) -> None:

@@ -275,7 +275,8 @@ def _run(llm: LLM, settings: ServerSettings, listen: dict[str, Any]) -> None:
 
     server = Server(create_app(llm, settings), **listen)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with closing(llm), suppress(KeyboardInterrupt):  # a signal that the server has handled, raised by uvicorn again
+    # The inner one is the signal that the server has handled, raised by uvicorn again; the outer a second one.
+    with suppress(KeyboardInterrupt), closing(llm), suppress(KeyboardInterrupt):
         server.run()
     signal.signal(signal.SIGTERM, before)
     if server.lost is not None:

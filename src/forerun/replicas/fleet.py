@@ -161,6 +161,7 @@ class RemoteStream:
                         case PromptFigures():
                             self._ordered.group.samples[0].prompt_logprobs = each.logprobs
                         case list():
+                            accepted = accepted._replace(waits=False)
                             yield [self._take(delta) for delta in each]
             if self._ordered.written:
                 raise ReplicaLost("it ended in the middle of an answer")

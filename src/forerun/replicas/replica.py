@@ -66,7 +66,7 @@ class Replica:
 
     async def run(self, order: ReplicaOrder) -> AsyncIterator[Said]:
         """The name of this replica, then pieces of the answer until all samples have ended, or a refusal."""
-        waits = self._service.num_behind(len(order.written)) > 0
+        waits = self._service.num_behind(1) > 0  # no sample of it has a seat
         yield Accepted(self._name, waits)  # before a refusal, too, so that whoever is refused asks another one next
         try:
             if order.kind not in ("", self._kind):
