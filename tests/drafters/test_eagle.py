@@ -329,6 +329,8 @@ def test_beside_another_head_in_a_portfolio(tmp_path: Path) -> None:
     made = tiny.engine(heads.target(LAYERS), both, num_kv_blocks=30)
     ear = overhear(made, stride=9)
     assert made.drafter.hidden_layers == (2, 3, 4, 7)
+    followers = [member.drafter._follower for member in made.drafter.members]  # type: ignore[attr-defined]
+    assert [follower._thrift for follower in followers] == [None, None], "fixed drafts are wanted always"
     tokens, stats = tiny.run(made, requests(4))
     assert tokens == plain(4, 1.0)
     assert_as_computed(ear, reference, truth().states)

@@ -62,11 +62,30 @@ def decoded(request: Request, num_rows: int, num_nodes: int) -> Observed:
     return Observed(request, range(num_rows), tuple(range(num_nodes)), (7,) * num_nodes)
 
 
-def test_prompts_and_ended_requests_are_read_at_once_decoded_tokens_of_all_together() -> None:
-    head: Any = SimpleNamespace(hidden_layers=(0,), sees_slot_zero=False, state_size=WIDTH)
-    options = SimpleNamespace(adaptive=False)
+def follower_of(adaptive: bool, sees_slot_zero: bool = False) -> FeatureFollower:
+    head: Any = SimpleNamespace(hidden_layers=(0,), sees_slot_zero=sees_slot_zero, state_size=WIDTH)
+    options = SimpleNamespace(adaptive=adaptive)
     context: Any = SimpleNamespace(kernels=SimpleNamespace(device=torch.device("cpu")), options=options)
-    follower, reads = FeatureFollower(head, context), list[dict[str, int]]()
+    return FeatureFollower(head, context)
+
+
+def test_what_drafts_gained_is_what_their_plan_says() -> None:
+    follower, request = follower_of(adaptive=True), Request("a", (1,) * 10, SamplingParams(), 0)
+    plan = SimpleNamespace(gained_s=lambda member: {"eagle": 2.5}[member])
+    follower.wanted([SimpleNamespace(plan=plan, member="eagle", request=request)])  # type: ignore[list-item]
+    follower.observe([], {}, lambda spans: None)
+    assert follower._thrift is not None and follower._thrift.gained_s == 2.5
+
+
+@pytest.mark.parametrize("sees_slot_zero", [False, True])
+def test_a_request_that_begins_anew_is_followed(sees_slot_zero: bool) -> None:
+    follower, request = follower_of(True, sees_slot_zero), Request("a", (1,) * 10, SamplingParams(), 0)
+    follower.resume(request, 0, None)
+    assert follower.reads(request)
+
+
+def test_prompts_and_ended_requests_are_read_at_once_decoded_tokens_of_all_together() -> None:
+    follower, reads = follower_of(adaptive=False), list[dict[str, int]]()
     requests = [Request(name, (1,) * 10, SamplingParams(), 0) for name in "ab"]
 
     def step(num_rows: int, num_nodes: int) -> dict[str, int]:
@@ -124,7 +143,7 @@ def test_gains_pay_for_some_requests_but_not_for_ever() -> None:
 
 def test_after_a_while_without_following_it_is_tried_again() -> None:
     thrift = Thrift()
-    now = steps(thrift, 300, 0.0, 0.1, 0.0)
+    now = steps(thrift, 3000, -0.5, 0.5, 0.0)
     assert not thrift.allows
     steps(thrift, 6000, 0.0, 0.0, now)
     assert thrift.allows

@@ -144,6 +144,25 @@ def test_a_member_is_tried_though_another_drafts() -> None:
     assert "n" in tried and "m" not in tried
 
 
+def test_a_member_that_cannot_draft_keeps_no_other_from_being_tried() -> None:
+    """As a head that does not follow the request."""
+    made, one = policy(members=("m", "n")), request()
+    tried = set()
+    for _ in range(400):
+        plain = Outcome(one, Draft(one, 1), [1])
+        made.learn(StepResult([plain], [], 1, 0, StepSeconds(0.0, FLAT(1), FLAT(1))))
+        tried.add(made.trial)
+    assert {"m", "n"} <= tried
+
+
+def test_gains_over_plain_steps_are_by_their_number_of_rows() -> None:
+    made = policy()
+    made.costs.learn_step(1, False, FLAT(1))
+    made.costs.learn_plain(1, 0.5 * FLAT(1))
+    assert made.costs.plain_s(1) < 0.9 * FLAT(1)
+    assert made.costs.plain_s(64) == made.costs.step_s(64, False)
+
+
 def test_planning_changes_nothing() -> None:
     made, one = policy(), request()
     for _ in range(30):

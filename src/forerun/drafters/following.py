@@ -239,7 +239,7 @@ class FeatureFollower(Follower):
 
     def resume(self, request: Request, num_ready: int, boundary: Tensor | None) -> None:
         """Go on from the state of the token before the first that the target computes."""
-        if self._may_follow(request):
+        if request.num_computed > 0 and self._may_follow(request):
             states = torch.empty(0, 0) if boundary is None else boundary[None].clone()  # [0 or 1, W]
             first = request.num_computed - len(states)
             follow = Follow(max(num_ready, self._first_row), first, states, self._lag)
@@ -357,7 +357,7 @@ class Follow:
 _FALL, _RISE = 0.3, 0.03  # what a shorter and a longer step count for in the usual time of one
 _LONGEST = 2.0  # times the usual; what a step took beyond that was a prompt, or idle time
 _AFFORDED = 0.01  # share of the time that following may take where drafts do not pay for it
-_FIRST, _MOST = 8.0, 32.0  # steps whose time following may lose, and that it may save up
+_FIRST, _MOST, _OWED = 8.0, 32.0, 64.0  # steps whose time following may lose, save up, and owe at most
 # Following costs so many times what reading takes. Beside it the target's last layer computes rows that nobody else
 # reads, and each step hands states over (`mini`, prompts of 40 tokens, answers of 27: 1.0 ms and 0.9 to 1.6 ms).
 _TIMES = 2.0
@@ -386,9 +386,9 @@ class Thrift:
             usual_s = self._step_s or began - self._began
             step_s = min(began - self._began, _LONGEST * usual_s)
             self._step_s = usual_s + (_FALL if step_s < usual_s else _RISE) * (step_s - usual_s)
-        paid_s = gained_s - self.gained_s + _AFFORDED * self._step_s
+        debt_s = self._debt_s + _TIMES * reading_s - (gained_s - self.gained_s) - _AFFORDED * self._step_s
         self._began, self.gained_s = began, gained_s
-        self._debt_s = max(self._debt_s + _TIMES * reading_s - paid_s, -_MOST * self._step_s)
+        self._debt_s = min(max(debt_s, -_MOST * self._step_s), _OWED * self._step_s)
 
     @property
     def allows(self) -> bool:

@@ -61,7 +61,8 @@ log = logging.getLogger("forerun.drafters")
 def build_portfolio(context: DrafterContext) -> Portfolio:
     """The members of `context.options`, or the one drafter it names; raises whatever they raise."""
     options = context.options
-    contexts = [replace(context, spec=spec_of(each.name), options=each) for each in options.members or (options,)]
+    each_options = [replace(each, adaptive=options.adaptive) for each in options.members or (options,)]
+    contexts = [replace(context, spec=spec_of(each.name), options=each) for each in each_options]
     members = [Member(each.spec.build(each), context.model.vocab_size) for each in contexts]
     return Portfolio(members, options.name, options.max_draft_tokens + 1, context.grower.coupled)
 
@@ -203,7 +204,7 @@ class Portfolio:
         self.hidden_layers = tuple(sorted({layer for drafter in drafters for layer in drafter.hidden_layers}))
         self.kv_specs = tuple(spec for drafter in drafters for spec in drafter.kv_specs)
         self.weight_bytes = sum(drafter.weight_bytes for drafter in drafters)
-        self._readers = [member for member in members if logits_reader(member.drafter) is not None]
+        self._readers = [member for member in members if hasattr(member.drafter, "wants_logits")]
         self._of_states = [member for member in members if member.drafter.hidden_layers]
         self._calls: list[DraftCall] = []
         self._coupled, self._clock = coupled, clock

@@ -175,7 +175,7 @@ class Costs:
     slowness: dict[tuple[bool, int], Mean] = field(default_factory=dict)  # by (drafts, rows): step over pass alone
     calls: dict[str, CallCosts] = field(default_factory=dict)  # of every drafter
     _most_like: dict[tuple[bool, int], tuple[Mean, float]] = field(default_factory=dict, compare=False)
-    plain: Mean | None = None  # slowness of plain steps that no drafts have slowed
+    plain: dict[int, Mean] = field(default_factory=dict)  # by rows: slowness of plain steps that no drafts have slowed
     _kept: list[tuple[Mean, int]] = field(default_factory=list, compare=False)  # by another process, and their `num`
     _gauge: Mean | None = field(default=None, compare=False)  # the plain steps that what was kept follows
     _least: float = field(default=0.0, compare=False)  # of what they were believed to be, and have been since
@@ -195,7 +195,8 @@ class Costs:
     def plain_s(self, num_requests: int) -> float:
         """A step of plain decoding: without drafts, and with none just before."""
         usual_s = self.step_s(num_requests, False)
-        return usual_s if self.plain is None else min(usual_s, self.plain.value * self.passes(num_requests))
+        plain = self.plain.get(self.passes.nearest(num_requests))
+        return usual_s if plain is None else min(usual_s, plain.value * self.passes(num_requests))
 
     def _find_most_like(self, drafts: bool, num_rows: int) -> tuple[Mean, float]:
         """At the nearest number of rows known; of plain steps where none with drafts is known, and likewise."""
@@ -227,9 +228,7 @@ class Costs:
         """A plain step took this long, and the steps before it were plain."""
         if num_rows > self.passes.max_rows:
             return
-        if self.plain is None:
-            self.plain = Mean(1.0)
-        self.plain.learn(seconds / self.passes(num_rows))
+        self.plain.setdefault(self.passes.nearest(num_rows), Mean(1.0)).learn(seconds / self.passes(num_rows))
 
     def keep(self, kept: Sequence[Mean]) -> None:
         """These were measured by another process, together with its plain steps."""

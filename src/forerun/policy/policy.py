@@ -250,7 +250,7 @@ class AdaptivePolicy:
             return
         else:
             self._rest = self._rest_left = min(max(2 * self._rest, 1), SPREAD)
-            self._until_trial = 0
+            self._until_trial, self.trial = 0, None  # who was to be tried could not draft: others shall be
         if self._until_trial <= 0 and self.trial is None:
             self._until_trial = SPREAD
             self._begin_trial([outcome.request for outcome in result.outcomes], {call.member for call in result.calls})
