@@ -224,8 +224,8 @@ def _num_blocks(config: EngineConfig, specs: Sequence[LayerSpec], longest: int, 
 
 
 def _num_here(model: Model) -> int:
-    """Ranks of the model that share this machine's memory."""
-    return model.crew.num_here if isinstance(model, RankedModel) else 1
+    """Ranks of the model that share the memory of this one; a GPU has one rank."""
+    return model.crew.num_here if isinstance(model, RankedModel) and model.device.type == "cpu" else 1
 
 
 def kv_budget(config: EngineConfig, device: torch.device, weight_bytes: int = 0) -> int:

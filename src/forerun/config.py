@@ -157,7 +157,7 @@ class EngineConfig:
         if self.kv_host_gib is not None and self.num_ranks > 1:
             raise ConfigError(
                 f"kv_host_gib keeps prefixes that a GPU has no room for, but {self.num_ranks} ranks compute the model, "
-                "which run on CPUs, with the KV cache in host memory: leave it out, and raise kv_cache_bytes"
+                "which share tiers of KV in folders alone: leave it out, and give kv_disk, or raise kv_cache_bytes"
             )
         for name in ("kv_disk", "kv_events", "kv_events_replay"):
             given = getattr(self, name)
@@ -203,6 +203,7 @@ class LaunchedRank(NamedTuple):
     num_ranks: int
     address: str
     port: str
+    local_rank: int | None = None  # which of those on its host; None: nobody has said
 
     @property
     def is_local(self) -> bool:
@@ -211,7 +212,7 @@ class LaunchedRank(NamedTuple):
 
 
 def launched_rank() -> LaunchedRank | None:
-    """What RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say; None where these are not set.
+    """What RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, if it is set, LOCAL_RANK say; None where these are not set.
 
     Raises ConfigError if only some are, or a number is none.
     """
@@ -227,21 +228,31 @@ def launched_rank() -> LaunchedRank | None:
             "RANK and WORLD_SIZE are set, so this is one of several processes, which needs RANK below WORLD_SIZE, "
             f"MASTER_ADDR and MASTER_PORT as well; got {got}"
         )
-    return LaunchedRank(int(found[0]), int(found[1]), str(found[2]), str(found[3]))
+    local = os.environ.get("LOCAL_RANK", "")
+    if local and not local.isdigit():
+        raise ConfigError(f"LOCAL_RANK must be a number, which of the processes of its host this one is; got {local!r}")
+    return LaunchedRank(
+        int(found[0]), int(found[1]), str(found[2]), str(found[3]), int(local) if local else None
+    )  # fmt: skip
 
 
 @contextmanager
-def gloo_on_loopback() -> Iterator[None]:
-    """A block in which gloo listens to this machine alone, unless GLOO_SOCKET_IFNAME says where."""
-    name, loopback = "GLOO_SOCKET_IFNAME", [each for _, each in socket.if_nameindex() if each in ("lo", "lo0")]
-    if name in os.environ or not loopback:
-        yield
-        return
-    os.environ[name] = loopback[0]
+def exchange_settings(is_local: bool) -> Iterator[None]:
+    """A block in which ranks connect; what the environment says already stands.
+
+    is_local: gloo and NCCL listen to this machine alone. NCCL's watchdog ends no process: who is lost is found out by
+    others, who can say so.
+    """
+    loopback = [each for _, each in socket.if_nameindex() if each in ("lo", "lo0")] if is_local else []
+    wanted = {name: loopback[0] for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback}
+    wanted["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    new = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(new)
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in new:
+            os.environ.pop(name, None)
 
 
 def follows(num_ranks: int) -> bool:

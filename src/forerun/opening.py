@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from forerun.config import EngineConfig
+from forerun.config import EngineConfig, launched_rank
 from forerun.drafters.registry import draft_models, spec_of, telling_heads
 from forerun.errors import UnsupportedError
 from forerun.kernels.ops import Kernels
@@ -18,6 +18,7 @@ from forerun.models.loader import LoadedModel, check_adapters, load_adapter, loa
 from forerun.models.parts import check_division
 from forerun.runtime.parallel.crew import Crew
 from forerun.runtime.parallel.leader import RankedModel
+from forerun.runtime.parallel.places import RankPlace, check_gpus
 from forerun.weights.resolve import resolve_model
 
 
@@ -74,18 +75,14 @@ def open_shared(config: EngineConfig) -> SharedModel:
 
 
 def check_ranks(config: EngineConfig) -> None:
-    """Raise ConfigError or UnsupportedError for what several ranks do not do. Reads headers only."""
+    """Raise ConfigError, UnsupportedError or ResourceError for what several ranks do not do. Reads headers only."""
     if config.num_ranks == 1:
         return
     asked = f"tensor_parallel {config.tensor_parallel} with pipeline_parallel {config.pipeline_parallel}"
-    refused = {
-        "device 'cuda' is": config.device == "cuda" or config.kernels == "triton",
-        "implementation 'transformers' is": config.implementation == "transformers",
-    }
-    what = next((what for what, is_given in refused.items() if is_given), None)
-    if what is not None:
+    if config.implementation == "transformers":
         raise UnsupportedError(
-            f"{what} not for models in several processes so far, which {asked} asks for: leave one of the two out"
+            "implementation 'transformers' is not for models in several processes so far, which "
+            f"{asked} asks for: leave one of the two out"
         )
     for drafter in (config.drafter, *config.drafter.members):
         if ":" not in drafter.name and spec_of(drafter.name).runs_layers:
@@ -94,4 +91,6 @@ def check_ranks(config: EngineConfig) -> None:
                 "choose another one"
             )
     check_division(config.model, config.tensor_parallel, config.pipeline_parallel)
+    if launched_rank() is None:  # all are started here; others say where they are when they meet
+        check_gpus(config, dict.fromkeys(range(config.num_ranks), RankPlace.here(None)))
     check_adapters(config.lora.values(), resolve_model(config.model), config.implementation)

@@ -31,7 +31,7 @@ from forerun.drafters.registry import file_stamp
 from forerun.engine.engine import Engine
 from forerun.errors import ConfigError
 from forerun.kernels.ops import Kernels
-from forerun.models.base import Model, SharesPasses
+from forerun.models.base import Model, exchanges
 from forerun.models.loader import LoadedModel
 from forerun.runtime.parallel.leader import RankedModel
 from forerun.weights.identity import digest_of, stamps_of
@@ -74,7 +74,7 @@ def attach_tiers(
             f"{asked[0]} was given, but {config.model} runs through transformers row by row, with a cache of its own: "
             f"leave {asked[0]} out"
         )
-    is_shared = isinstance(model, SharesPasses) and model.exchanges and not isinstance(model, RankedModel)
+    is_shared = exchanges(model) and not isinstance(model, RankedModel)
     if is_shared and asked != ["kv_events"]:
         raise ConfigError(
             f"{asked[0]} was given, but several ranks compute {config.model} and this one does not tell the others "

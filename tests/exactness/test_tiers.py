@@ -370,7 +370,9 @@ def test_refusals(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for options in ({"kv_disk_gib": 0}, {"kv_disk_gib": True}, {"kv_disk": " "}, {"kv_host_gib": -1.0}):
         with pytest.raises(ConfigError, match=next(iter(options))):
             EngineConfig(model="m", **options)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="kv_host_gib .* 2 ranks compute the model, which run on CPUs"):
+    with pytest.raises(
+        ConfigError, match="kv_host_gib .* 2 ranks compute the model, which share tiers of KV in folders alone"
+    ):
         EngineConfig(model="m", kv_host_gib=1.0, tensor_parallel=2)
     with pytest.raises(ConfigError, match="kv_events_topic go with kv_events"):
         EngineConfig(model="m", kv_events_topic="x")

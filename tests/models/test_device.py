@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,15 @@ from forerun.cache.kv_cache import KVCache, Move
 from forerun.cache.states import RecurrentStates
 from forerun.kernels.gates import inner_size
 from forerun.kernels.ops import LayerKV
+from forerun.kernels.ranks import Ranks
 from forerun.kernels.recurrent_ops import Walk
 from forerun.kernels.reference import ReferenceHeads, ReferenceKernels, ReferenceLinear
-from forerun.models.base import CommittedPath
+from forerun.layers.embedding import TableEmbedding
+from forerun.models.base import CommittedPath, KeepsSlots, state_specs_of
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.loader import load_model
 from tests.models import factory
+from tests.support.ranks import on_ranks
 
 META = torch.device("meta")
 
@@ -114,6 +118,33 @@ def test_a_forward_stays_on_the_device_of_its_kernels(case: str, tmp_path: Path)
     assert out.hidden[1].device == META and {"linear", "add_rms_norm"} < kernels.seen
     pool.commit([Move((0, 1), (3, 5), (3, 4))])
     assert "move_rows" in kernels.seen
+
+
+@pytest.mark.parametrize(
+    ("case", "num_stages"),
+    [("llama-tied-biased", 2), ("olmo2", 1), ("qwen3.5", 1), ("lfm2", 1), ("falcon-h1-norm", 2), ("phi3", 2)],
+)
+def test_parts_of_ranks_stay_on_the_device_of_their_kernels(
+    case: str, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of shards and of stages, and what they hand on; not of experts, whose rows the host has to know."""
+    monkeypatch.setattr(TableEmbedding, "_rows", lambda self, ids: empty(len(ids), self.shape[1]))
+    folder = factory.make_checkpoint(case, tmp_path)
+
+    def run(ranks: Ranks) -> None:
+        for index in range(num_stages):
+            kernels: Any = MetaKernels()
+            model: Any = load_model(folder, kernels, ranks=ranks, stage=(index, num_stages)).model
+            sent = list[Tensor]()
+            model.neighbours = SimpleNamespace(send=sent.append, receive=lambda shape: empty(*shape))
+            pool = KVCache(kernels, model.kv_specs, 3, 4)
+            if isinstance(model, KeepsSlots):
+                model = model.with_states(RecurrentStates(state_specs_of(model), 1, META))
+            out = model.forward(batch(), pool.layers, (0, 1))
+            assert all(each.device == META and each.dtype == torch.float32 for each in (out.logits, *sent))
+            assert len(sent) == (index + 1 < num_stages)
+
+    on_ranks(2, run)
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,17 @@ from typing import Any
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.config import EngineConfig, LaunchedRank, gloo_on_loopback, launched_rank
+from forerun.config import EngineConfig, LaunchedRank, exchange_settings, launched_rank
 from forerun.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
+from forerun.kernels.select import select_kernels
 from forerun.models.loader import load_adapter
+from forerun.models.shares import TILED
 from forerun.runtime.parallel import crew
 from forerun.runtime.parallel.follower import RankFollower
 from forerun.runtime.parallel.messages import Kind, RankMessage
 from forerun.runtime.parallel.start import _find_store, compare, options_as_json, options_from, release, weights_stamp
+from forerun.speculation.draft import Draft
+from forerun.speculation.verifier import CoupledVerifier
 from forerun.weights.identity import digest_of
 from tests.drafters.test_eagle import make as make_head
 from tests.models import factory
@@ -50,6 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_llm(folder: Path, **options: object) -> LLM:
     given: dict[str, object] = {"threads": 1, "block_size": 4, "rank_timeout_s": 4, "adaptive": False, **options}
+    if select_kernels().name == TILED:  # which several ranks refuse
+        given.setdefault("kernels", "cpu:avx512vnni")
     return LLM(str(folder), keep_learned=False, max_num_seqs=3, **given)
 
 
@@ -176,9 +182,15 @@ def test_ranks_of_one_machine_listen_to_it_alone(ranked: LLM, monkeypatch: pytes
     assert all(each.startswith("0100007F:") for each in found)
     del store
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with gloo_on_loopback():
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    with exchange_settings(is_local=True):
         assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+        assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7", "the user has chosen"
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+    with exchange_settings(is_local=False):
+        assert "GLOO_SOCKET_IFNAME" not in os.environ
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7" and "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 
 
 def test_what_several_ranks_do_not_do_is_refused_before_they_start(folder: Path) -> None:
@@ -186,8 +198,10 @@ def test_what_several_ranks_do_not_do_is_refused_before_they_start(folder: Path)
         open_llm(folder, pipeline_parallel=2, drafter="layer_skip")
     with pytest.raises(ModelNotFoundError, match="there is no adapter folder"):
         open_llm(folder, pipeline_parallel=2, lora={"a": "nowhere"})
-    with pytest.raises(UnsupportedError, match="device 'cuda'"):
-        open_llm(folder, pipeline_parallel=2, device="cuda")
+    with pytest.raises(UnsupportedError, match="implementation 'transformers' is not for models in several"):
+        open_llm(folder, pipeline_parallel=2, implementation="transformers")
+    with pytest.raises(ConfigError, match="kv_host_gib .* share tiers of KV in folders alone: .* give kv_disk"):
+        open_llm(folder, pipeline_parallel=2, device="cuda", kv_host_gib=1.0)
     with pytest.raises(ConfigError, match="at most 4"):
         open_llm(folder, pipeline_parallel=5)
     with pytest.raises(ConfigError, match="tensor parallel 3 does not divide"):
@@ -205,6 +219,11 @@ def test_launched_ranks_must_be_as_many_as_the_options_say(folder: Path, monkeyp
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(ConfigError, match="WORLD_SIZE is 3, but tensor_parallel 1 times pipeline_parallel 2 is 2"):
         open_llm(folder, pipeline_parallel=2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert launched_rank() == LaunchedRank(0, 3, "127.0.0.1", "1", 2)
+    monkeypatch.setenv("LOCAL_RANK", "first")
+    with pytest.raises(ConfigError, match="LOCAL_RANK must be a number"):
+        launched_rank()
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(ConfigError, match="RANK below WORLD_SIZE"):
         launched_rank()
@@ -232,3 +251,22 @@ def test_ranks_of_another_release_or_with_other_options_are_refused() -> None:
         compare(1, "box", "forerun 0", [""], own)
     with pytest.raises(ConfigError, match="rank 1 on box was started with dtype 'float32', rank 0 with 'auto'"):
         compare(1, "box", release(), [options_as_json(replace(own, dtype="float32"))], own)
+
+
+def test_drafts_are_read_before_the_pass_since_other_ranks_are_told_them(
+    alone: LLM, ranked: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU one process leaves them there until the target's choices are read, too."""
+    found = list[bool]()
+
+    def noted(*given: Any) -> Draft:
+        found.append(given[2])
+        return Draft(*given)
+
+    monkeypatch.setattr("forerun.engine.engine.Draft", noted)
+    for llm, may_wait in ((alone, True), (ranked, False)):
+        found.clear()
+        other = llm.with_drafter("suffix", adaptive=False)
+        other.engine.verifier, other.engine.steady = CoupledVerifier(llm.kernels, at_once=True), None  # as on a GPU
+        tokens(other)
+        assert set(found) == {may_wait}

@@ -67,7 +67,7 @@ def verify(
         for t in opt.numbers(temperature, "temperatures")
     ]
     cases = read_prompts(prompts, limit)
-    pairs = _pairs(name := target.name, tensor_parallel, pipeline_parallel)
+    pairs = _pairs(name := target.name, tensor_parallel, pipeline_parallel, values(loading))
     options: dict[str, Any] = {
         "tree_width": sizes.tree_width, "head_weights": sizes.head_weights, "draft_vocabulary": sizes.draft_vocabulary,
         "adaptive": adaptive, "max_num_seqs": batch_size, **values(loading),
@@ -90,16 +90,19 @@ def verify(
         raise typer.Exit(EXIT_DIFFERENT)
 
 
-def _pairs(name: str, tensor_parallel: str, pipeline_parallel: str) -> list[tuple[int, int]]:
-    """All pairs of the degrees; raises ConfigError or ModelError for those that the model cannot have."""
+def _pairs(
+    name: str, tensor_parallel: str, pipeline_parallel: str, loading: dict[str, Any]
+) -> list[tuple[int, int]]:  # fmt: skip
+    """All pairs of the degrees; raises ConfigError, ModelError or ResourceError for those that cannot be."""
     stages = opt.degrees(pipeline_parallel, "--pipeline-parallel")
     pairs = list(product(opt.degrees(tensor_parallel, "--tensor-parallel"), stages))
     prepare(name, PLAIN)
     from forerun.drafters.named import engine_config
     from forerun.opening import check_ranks
 
+    where = {option: loading[option] for option in ("device", "kernels")}
     for shards, groups in pairs:
-        check_ranks(engine_config(name, {"tensor_parallel": shards, "pipeline_parallel": groups}))
+        check_ranks(engine_config(name, {"tensor_parallel": shards, "pipeline_parallel": groups, **where}))
     return pairs
 
 

@@ -27,7 +27,7 @@ from forerun.engine.work import Work, join_rows, move_of, roots_of, rows_of
 from forerun.errors import LogitsError, QueueFullError
 from forerun.kernels.device import synchronize
 from forerun.kernels.ops import LayerKV
-from forerun.models.base import CommittedPath, Model, PassOutput
+from forerun.models.base import CommittedPath, Model, PassOutput, exchanges
 from forerun.models.batch import ForwardBatch
 from forerun.policy.policy import Outcome, Policy, StepPlan, StepResult
 from forerun.runtime.runner import Runner
@@ -213,7 +213,12 @@ class Engine:
     def _draft(self, plan: Plan, wanted: StepPlan) -> list[Work]:
         """A tree for every request that reaches its root, grown where there is room for drafts."""
         requests = [item.request for item in plan.scheduled if item.reaches_root]
-        may_be_pending = self.verifier.reads_pending(requests) and bool(self._kvs) and not wanted.looks_at_drafts
+        may_be_pending = (
+            self.verifier.reads_pending(requests)
+            and bool(self._kvs)
+            and not wanted.looks_at_drafts
+            and not exchanges(self.model)  # other ranks are told the drafts
+        )
         work = [
             self._work(item, Draft(item.request, item.max_nodes, may_be_pending, wanted) if item.reaches_root else None)
             for item in plan.scheduled

@@ -8,7 +8,7 @@ must wait for all work before them: `to_host` is the one place where a step does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,10 +24,25 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def num_gpus() -> int:
+    """How many GPUs torch sees."""
+    return torch.cuda.device_count() if has_cuda() else 0
+
+
+def gpu_kind() -> str:
+    """What the first GPU is called; "" where torch sees none."""
+    return torch.cuda.get_device_name(0) if has_cuda() else ""
+
+
+def use_gpu(index: int) -> None:
+    """Make a GPU the one of this thread: the first of this process is, unless it is one of several ranks."""
+    torch.cuda.set_device(index)
+
+
 def cuda_device() -> torch.device:
-    """The first GPU; raises ResourceError where torch sees none."""
+    """The GPU of this thread; raises ResourceError where torch sees none."""
     if has_cuda():
-        return torch.device("cuda", 0)
+        return torch.device("cuda", torch.cuda.current_device())
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     raise ResourceError(
         f"device 'cuda' was asked for, but torch {torch.__version__} ({built}) sees no CUDA device: install a build of "
@@ -47,6 +62,13 @@ def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done what it was given; the host's work is done when a call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def given_work(device: torch.device) -> Callable[[], bool]:
+    """Says whether a GPU has done all that this thread has given it until now, without waiting."""
+    mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    mark.record(torch.cuda.current_stream(device))
+    return mark.query
 
 
 def to_host(x: Tensor) -> Tensor:

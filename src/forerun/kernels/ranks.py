@@ -79,11 +79,17 @@ ALONE = Ranks()
 class GroupRanks(Ranks):
     """Ranks that exchange over a group of torch.distributed: gloo between CPUs, NCCL between GPUs."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, limit_s: float = LIMIT_S) -> None:
-        """`group` None: all processes. limit_s: how long another rank is waited for, on CPUs (NCCL has its own)."""
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, limit_s: float = LIMIT_S, enqueued: list[dist.Work] | None = None
+    ) -> None:
+        """`group` None: all processes. limit_s: how long another rank is waited for, on CPUs.
+
+        enqueued: gets the exchanges that a GPU was given, for which nobody waits here.
+        """
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
         self._limit = timedelta(seconds=limit_s)
+        self._enqueued = enqueued
 
     def _gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """Parts of several widths travel as wide as the widest: collectives take equal ones."""
@@ -95,7 +101,12 @@ class GroupRanks(Ranks):
         try:
             work = _all_gather(received, sent, group=self._group, async_op=True)
             assert work is not None
-            work.wait(self._limit) if part.device == CPU else work.wait()
+            if part.device == CPU:
+                work.wait(self._limit)
+            else:
+                work.wait()  # the GPU does, this thread goes on
+                if self._enqueued is not None:
+                    self._enqueued.append(work)
         except RuntimeError as error:
             raise RankLost(
                 f"rank {self.rank} of {self.size} waited at most {self._limit.total_seconds():g} s for the others, one "
@@ -127,17 +138,18 @@ class SharedRanks(Ranks):
 
 
 def connect_ranks(
-    group: dist.ProcessGroup | None = None, device: torch.device = CPU, limit_s: float = LIMIT_S
-) -> Ranks:
+    group: dist.ProcessGroup | None = None, device: torch.device = CPU, limit_s: float = LIMIT_S,
+    enqueued: list[dist.Work] | None = None,
+) -> Ranks:  # fmt: skip
     """The ranks of a group of torch.distributed, None for all processes; called by all of them.
 
     Those of one machine that compute on its CPU share memory, if the system lets them; others exchange over the group.
-    limit_s: how long a rank that does not answer is waited for.
+    limit_s: how long a rank that does not answer is waited for. enqueued: see `GroupRanks`.
     """
     if dist.get_world_size(group) == 1:
         return Ranks()
     memory = _shared_memory(group, limit_s) if device == CPU else None
-    return GroupRanks(group, limit_s) if memory is None else SharedRanks(memory)
+    return GroupRanks(group, limit_s, enqueued) if memory is None else SharedRanks(memory)
 
 
 def _shared_memory(group: dist.ProcessGroup | None, limit_s: float) -> SharedMemory | None:

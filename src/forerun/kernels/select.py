@@ -57,7 +57,7 @@ def select_kernels(
         raise KernelError(f"device {device!r} is not one of {', '.join(DEVICES)}")
     if device == "cuda" and name in ("cpu", "reference"):
         raise KernelError(f"kernels {name!r} run on the CPU, but device 'cuda' was asked for: choose kernels 'triton'")
-    if name == "triton" or device == "cuda" or (device == "auto" and name == "auto" and _can_use_gpu()):
+    if name == "triton" or runs_on_gpu(name, device, can_use_gpu()):
         if activations == "float32":
             raise KernelError(
                 "activations 'float32' are for CPUs only, on a GPU products with integers round activations to 8 bits: "
@@ -67,8 +67,24 @@ def select_kernels(
     return _host_kernels(name, threads, isa.lower(), pin, activations == "float32")
 
 
-def _can_use_gpu() -> bool:
+def can_use_gpu() -> bool:
+    """Whether there is a GPU, and kernels for it."""
     return has_cuda() and find_spec("triton") is not None
+
+
+def runs_on_gpu(name: str, device: str, has_gpu: bool) -> bool:
+    """Whether `select_kernels` takes a GPU with these arguments, where there is one (`can_use_gpu`) or is none."""
+    if name == "triton":
+        return device == "cuda" or (device == "auto" and not _is_interpreted())
+    return device == "cuda" or (device == "auto" and name == "auto" and has_gpu)
+
+
+def _is_interpreted() -> bool:
+    if find_spec("triton") is None:
+        return False
+    from forerun.kernels.triton.backend import is_interpreted
+
+    return is_interpreted()
 
 
 def _triton_kernels(device: str) -> Kernels:
@@ -80,9 +96,9 @@ def _triton_kernels(device: str) -> Kernels:
         raise KernelError(
             f"triton is not installed, which the kernels for CUDA need: pip install 'forerun[gpu]'{no_gpu}"
         )
-    from forerun.kernels.triton.backend import TritonKernels, is_interpreted
+    from forerun.kernels.triton.backend import TritonKernels
 
-    on_host = device == "cpu" or (device == "auto" and is_interpreted())
+    on_host = device == "cpu" or (device == "auto" and _is_interpreted())
     if device == "auto" and not on_host and not has_cuda():
         raise ResourceError("kernels 'triton' need an NVIDIA GPU, and torch sees no CUDA device: choose kernels 'cpu'")
     backend = TritonKernels(CPU if on_host else cuda_device())

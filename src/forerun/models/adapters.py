@@ -37,6 +37,7 @@ from forerun.models.family import TensorNames
 from forerun.models.stages import StagedDecoder
 from forerun.quant.dense import DenseWeight
 from forerun.quant.formats import find_format
+from forerun.quant.rows import packs_part
 from forerun.weights.checkpoint import FLOAT_DTYPES, Checkpoint, read_file, read_json, text_name
 from forerun.weights.gguf_checkpoint import GgufCheckpoint
 from forerun.weights.identity import stamps_of
@@ -202,10 +203,12 @@ class PeftAdapter:
         downs = [self.checkpoint.tensor(pair.down) for pair in pairs]  # each [rank, K]
         ups = [(place.first, self.checkpoint.tensor(pair.up)) for place, pair in parts]
         scales = torch.cat([torch.full((len(down),), pair.scale) for down, pair in zip(downs, pairs, strict=True)])
-        first, outputs = _of_rank(parts[0][0].layer, first, _joined(ups))
+        whole = _joined(ups)
+        first, outputs = _of_rank(parts[0][0].layer, first, whole)
         if not len(outputs):
             return None
-        scales, up, down = scales.to(kernels.device), DenseWeight(kernels, outputs), torch.cat(downs)
+        scales, down = scales.to(kernels.device), torch.cat(downs)
+        up = DenseWeight(packs_part(kernels, len(whole)), outputs)
         if not pairs[0].of_embedding:
             return LowRankUpdate(partial(DenseWeight(kernels, down).matmul, bias=None), scales, up, first)
         if parts[0][0].scale != 1:

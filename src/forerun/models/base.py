@@ -244,6 +244,11 @@ class SharesPasses(Protocol):
     exchanges: bool  # False: this one computes all by itself
 
 
+def exchanges(model: Model) -> bool:
+    """Whether other ranks compute a part of the model, so that they must be told what a pass is over."""
+    return isinstance(model, SharesPasses) and model.exchanges
+
+
 @runtime_checkable
 class GuessesSeveral(Protocol):
     """A model that may have been trained to guess several tokens in one pass (PARD, arXiv 2504.18583)."""
@@ -279,7 +284,7 @@ def passes_of(model: Model, hidden_layers: Sequence[int] = ()) -> Passes:
         model.vocab_size,
         hidden_layers=tuple(hidden_layers),
         advances_states=bool(state_specs_of(model)),
-        exchanges=isinstance(model, SharesPasses) and model.exchanges,
+        exchanges=exchanges(model),
     )
 
 

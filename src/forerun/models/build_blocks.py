@@ -6,6 +6,7 @@ Knows: which tensors make up such a block. Does not know: storage formats, files
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,7 @@ from forerun.models.shares import even, rows_of
 from forerun.quant.base import RowPart
 from forerun.quant.dense import DenseFormat
 from forerun.quant.gguf import GgufFormat, read_floats
-from forerun.quant.rows import only_rows
+from forerun.quant.rows import only_rows, packs_part
 from forerun.quant.stacked import is_stacked, read_stacked
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def mixture_of_experts(builder: Builder, shape: ExpertsShape, prefix: str, layer
     router = builder.linear([part], builder.config.hidden_size, shape.biases)
     stacked = is_stacked(builder.source, f"{prefix}.{names.stacked}.{names.stacked_down}")
     read_experts = _stacked_experts if stacked else _single_experts
-    experts = read_experts(builder, shape, prefix, layer.experts_bound)
+    experts = read_experts(_of_experts(builder), shape, prefix, layer.experts_bound)
     correction = f"{prefix}.{names.correction}"
     return MixtureOfExperts(
         builder.kernels,
@@ -57,6 +58,11 @@ def mixture_of_experts(builder: Builder, shape: ExpertsShape, prefix: str, layer
         _latent_space(builder, shape, prefix),
         builder.ranks,
     )
+
+
+def _of_experts(builder: Builder) -> Builder:
+    """For matrices of experts: multiplied one by one, as several ranks do, they give what all give together."""
+    return replace(builder, kernels=packs_part(builder.kernels, None))
 
 
 def experts_beside_dense(
@@ -138,7 +144,8 @@ def _shared_expert(builder: Builder, shape: ExpertsShape, prefix: str, bound: in
     names = builder.family.names.experts
     inner = names.shared_gate_up or names.gate_up, names.shared_down or names.down
     gathers = not shape.shared_gate
-    expert = builder.gated_mlp(f"{prefix}.{names.shared}", *inner, shape.shared_size, bound=bound, gathers=gathers)
+    reader = builder if gathers else _of_experts(builder)
+    expert = reader.gated_mlp(f"{prefix}.{names.shared}", *inner, shape.shared_size, bound=bound, gathers=gathers)
     if gathers:
         return expert
     gate = builder.linear([RowPart(f"{prefix}.{names.shared_gate}", 1)], builder.config.hidden_size)

@@ -4,13 +4,14 @@ Knows: that some formats read rows by themselves, and that every other one ends 
 matrix, of which rows can be taken. Does not know: formats, or why rows are left out.
 
 In those others what a row becomes may depend on the rest of its matrix (zero points that are all alike become one
-number), so that is read and decoded as a whole: the packed rows are those of the whole matrix, to the bit.
+number), so that is read and decoded as a whole: the packed rows are those of the whole matrix, to the bit. Kernels may
+have to know how many rows that has, too, to add up what these rows give as it does (`SplitsInputs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +22,19 @@ from forerun.kernels.ops import Kernels, PackedLinear
 from forerun.quant.base import RowFormat, RowPart, TensorSource, Weight, WeightFormat
 
 
+@runtime_checkable
+class SplitsInputs(Protocol):
+    """Kernels that add the inputs of a matrix up in parts, whose number depends on how many rows it has."""
+
+    def part_of(self, num_rows: int | None) -> Kernels:
+        """These kernels, for packing some rows of matrices of `num_rows`; None: of experts, whose inputs stay whole."""
+
+
+def packs_part(kernels: Kernels, num_rows: int | None) -> Kernels:
+    """Kernels that pack some of `num_rows` rows, whose sums are those of all rows; None: of an expert's."""
+    return kernels.part_of(num_rows) if isinstance(kernels, SplitsInputs) else kernels
+
+
 def read_rows(
     form: WeightFormat, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels,
     dtype: torch.dtype | None, row_ids: Tensor,
@@ -29,9 +43,11 @@ def read_rows(
 
     row_ids: of several modules ascending. Raises as `WeightFormat.read`.
     """
+    num_rows = sum(part.rows for part in parts)
     if isinstance(form, RowFormat):
+        kernels = packs_part(kernels, num_rows)
         return form.read_rows(source, parts, columns, kernels, dtype, split_rows(parts, row_ids))
-    return form.read(source, parts, columns, only_rows(kernels, row_ids, sum(part.rows for part in parts)), dtype)
+    return form.read(source, parts, columns, only_rows(kernels, row_ids, num_rows), dtype)
 
 
 def split_rows(parts: Sequence[RowPart], row_ids: Tensor) -> list[Tensor]:
@@ -64,7 +80,7 @@ class _PacksRows:
         return self._row_ids[(self._row_ids >= first) & (self._row_ids < first + num_rows)] - first
 
     def pack_linear(self, weight: Tensor) -> PackedLinear:
-        return self._kernels.pack_linear(weight[self._next(len(weight))])
+        return packs_part(self._kernels, len(weight)).pack_linear(weight[self._next(len(weight))])
 
     def pack_grouped(self, matrix: GroupedMatrix) -> PackedLinear:
         return self._kernels.pack_grouped(matrix.rows(self._next(matrix.shape[0])))

@@ -36,7 +36,7 @@ def compiled_in_subprocess(modules: Sequence[str], cache: Path) -> list[list[dic
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Name, shared bytes, registers a thread, bytes of stack a thread, and which instructions of interest there are."""
+    """Name, shared bytes, registers and bytes of stack a thread, instructions of interest, and `sums_of` the kernel."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -57,7 +57,17 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], options: dict[str, An
         "registers": registers,
         "stack": stack,
         "instructions": found,
+        "sums": sums_of(compiled.asm["ttgir"]),
     }
+
+
+def sums_of(code: str) -> list[str]:
+    """Every sum of floats in Triton's GPU code: the tiles' types and which thread has what, which decides the order."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
+    reductions = re.findall(r'"tt\.reduce"\(.*?\}\) : \((.*?)\) ->', code, re.DOTALL)
+    products = re.findall(r"^.* = tt\.dot .*? : (.*)$", code, re.MULTILINE)
+    found = [types for types in (*reductions, *products) if "i32" not in types]  # of integers any order will do
+    return [re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), types) for types in found]
 
 
 def resources(cubin: bytes) -> tuple[int, int]:

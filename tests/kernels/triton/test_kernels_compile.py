@@ -8,7 +8,7 @@ import pytest
 from tests.kernels.triton.ahead_of_time import compiled_in_subprocess
 
 SHARED_BYTES = 227 << 10  # of a multiprocessor, CUDA C++ programming guide, table of compute capabilities, 9.0
-MODULES = tuple(f"tests.kernels.triton.{name}_list" for name in ("products", "attention", "recurrent"))
+MODULES = tuple(f"tests.kernels.triton.{name}_list" for name in ("products", "attention", "recurrent", "shares"))
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +53,14 @@ def test_recurrent_layers(compiled: list[list[dict[str, Any]]]) -> None:
         assert entry["shared"] <= SHARED_BYTES // 8 and entry["stack"] == 0, entry  # many programs at a time
         if entry["name"] != "_conv_kernel":  # which asks for the fused sums it has
             assert "fma.rn.f32" not in entry["instructions"], entry
+
+
+@pytest.mark.slow
+def test_ranks_add_up_as_one_process_does(compiled: list[list[dict[str, Any]]]) -> None:
+    """With fewer outputs or heads every sum is laid out over threads as with all, so its order is the same."""
+    from tests.kernels.triton.shares_list import groups
+
+    sums = iter(entry["sums"] for entry in compiled[3])
+    for group in groups():
+        whole, *parts = [next(sums) for _ in group]
+        assert whole and all(part == whole for part in parts), group[0][0]

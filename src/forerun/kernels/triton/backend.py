@@ -6,6 +6,8 @@ device or asks it anything, so that a forward may be captured in a graph.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import triton
 from torch import Tensor
@@ -67,6 +69,7 @@ class TritonKernels(Kernels):
             raise KernelError(f"Triton's kernels run on CUDA devices, not on {device.type!r}: choose device 'cuda'")
         self.device = device
         self._tables, self._walks = moves.PoolTables(), recurrent.LastWalk()
+        self._num_rows: int | None = None  # of the matrices that are packed; None: those that are given
 
     def describe(self) -> dict[str, str]:
         """Every op runs on the device."""
@@ -77,7 +80,15 @@ class TritonKernels(Kernels):
 
     def pack_linear(self, weight: Tensor) -> PackedLinear:
         """See `Kernels.pack_linear`."""
-        return linear.pack_linear(weight, self.device)
+        return linear.pack_linear(weight, self.device, self._num_rows)
+
+    def part_of(self, num_rows: int | None) -> TritonKernels:
+        """See `quant.rows.SplitsInputs`."""
+        if self._num_rows == linear.UNSPLIT:
+            return self
+        other = copy.copy(self)
+        other._num_rows = linear.UNSPLIT if num_rows is None else num_rows
+        return other
 
     def pack_grouped(self, matrix: GroupedMatrix) -> PackedLinear:
         """See `Kernels.pack_grouped`."""

@@ -5,7 +5,8 @@ a tile is multiplied (`products`).
 
 A program multiplies up to 64 rows with 64 outputs, so that the matrix is read once for as many rows. Where the outputs
 are too few to occupy the GPU, the inputs are split as well, into a number of parts that depends on the matrix alone,
-and the parts' sums are added in their order: a row's bits are the same in every batch.
+and the parts' sums are added in their order: a row's bits are the same in every batch. A rank that has some of a
+matrix's outputs splits the inputs as one process does, which has all of them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ BLOCK_K = 64  # inputs a tile has: 8 KiB of bfloat16 weights, of which three are
 MAX_TILES = 4  # tiles of rows a program multiplies with weights it has read once
 WANTED_PROGRAMS = 264  # two for each of an H200's 132 multiprocessors
 LEAST_TILES_OF_INPUTS = 8  # a part of the inputs is no smaller
+UNSPLIT = 1 << 62  # rows of a matrix that are enough for any GPU
 BLOCK_COLUMNS = 1024  # of kernels that only move or add
 
 
@@ -37,6 +39,7 @@ class TritonLinear:
     """A matrix on the device, row by row, in the checkpoint's precision."""
 
     weight: Tensor  # [N, K] float32, bfloat16 or float16, contiguous
+    splits: int  # parts of the inputs whose sums are added
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,10 +78,15 @@ class Strides(NamedTuple):
     out_part: int
 
 
-def pack_linear(weight: Tensor, device: torch.device) -> TritonLinear:
-    """See `Kernels.pack_linear`; float16 stays what it is and is widened in registers."""
+def pack_linear(weight: Tensor, device: torch.device, num_rows: int | None = None) -> TritonLinear:
+    """See `Kernels.pack_linear`; float16 stays what it is and is widened in registers.
+
+    num_rows: of the matrix whose rows these are; None: these are all.
+    """
     check_weight(weight)
-    return TritonLinear(weight.to(device).contiguous())
+    num_outputs, num_inputs = weight.shape
+    splits = num_splits(num_outputs if num_rows is None else num_rows, num_inputs)
+    return TritonLinear(weight.to(device).contiguous(), splits)
 
 
 def pack_heads(weight: Tensor, device: torch.device) -> TritonHeads:
@@ -90,8 +98,7 @@ def pack_heads(weight: Tensor, device: torch.device) -> TritonHeads:
 def dense_linear(x: Tensor, packed: TritonLinear, bias: Tensor | None) -> Tensor:
     """x [M, K] times the matrix transposed, plus bias [N] -> [M, N]."""
     num_outputs, num_inputs = packed.shape
-    splits = num_splits(num_outputs, num_inputs)
-    num_rows = x.shape[0]
+    num_rows, splits = x.shape[0], packed.splits
     out, strides = torch.empty(num_rows, num_outputs, device=x.device), Strides(num_inputs, 0, num_outputs, 0)
     if splits == 1:
         _multiply(x, packed.weight, bias, out, packed.shape, strides, 1)

@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary, finalize
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 
 from forerun.errors import CheckpointError, ConfigError, ForerunError, RankLost
 from forerun.kernels.ranks import ALONE
@@ -47,6 +46,7 @@ class Crew:
     ) -> None:  # fmt: skip
         """links and hosts by rank. workers: the followers that this process has started. limit_s: of silence."""
         self.exchange = exchange
+        exchange.check = self.check
         self.shards = ALONE  # the ranks of this stage, when they have connected
         self.failure: RankLost | None = None
         self.on_failure: list[Callable[[RankLost], None]] = []
@@ -282,14 +282,14 @@ class Crew:
                 link.send_if_room(RankMessage(Kind.LOST, (), [text]))
         for worker in self._workers:
             worker.kill()  # one that was stopped, too
+        timer = Timer(_GRACE_S, self._leave)
+        timer.daemon = True
+        timer.start()
         self.shards.close()
         self.exchange.abort()
         self._answer_nobody(self.failure)
         for told in list(self.on_failure):
             told(self.failure)
-        timer = Timer(_GRACE_S, self._leave)
-        timer.daemon = True
-        timer.start()
 
     def _leave(self) -> None:
         """A pass that waits for a rank on another machine may not end by itself."""
@@ -321,8 +321,7 @@ class Crew:
             link.close()
         self._answer_nobody(RankLost("the ranks of this model were closed"))
         self.shards.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self.exchange.close()
 
 
 def digest_of_adapter(adapter: LoraAdapter) -> str:

@@ -2,23 +2,34 @@
 
 Knows: torch.distributed's sends and receives. Does not know: layers, passes, who starts ranks. The shards of one stage
 exchange by `kernels.ranks`.
+
+A GPU is given exchanges (NCCL) and the host goes on: if another rank is lost the GPU waits for ever, and nobody knows.
+So every pass ends with `settle`, which waits and asks meanwhile whether somebody is lost.
 """
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import NamedTuple
+from threading import Lock
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from forerun.errors import RankLost
+from forerun.kernels.device import given_work
 from forerun.kernels.ranks import first_line
 
 PASS_LIMIT_S = 3600.0  # an early stage may compute that long; who hangs or died is found out by beats
+_LOOK_S: Final = 50e-6  # between looks at a GPU that computes a pass
+_ASK_S: Final = 10.0  # of a pass after which NCCL is asked for errors
+_ABORT_S: Final = 5.0  # for NCCL to give up
 
 
 class RankLayout(NamedTuple):
@@ -51,7 +62,10 @@ class Exchange:
         self.sent_bytes = 0
         self.messages = 0
         self.digest: int | None = None  # of what this stage handed on; None: nobody asks
+        self.enqueued = list[dist.Work]()  # exchanges that a GPU was given since `settle`
+        self.check: Callable[[], None] = _nobody_is_lost  # raises RankLost for a rank that is known to be lost
         self._device = device
+        self._ending = Lock()
         self._waiting: dist.Work | None = None
         self._limit = timedelta(seconds=PASS_LIMIT_S)
 
@@ -65,8 +79,9 @@ class Exchange:
         self.send_to(self.rank + self.layout.num_shards, tensor)
 
     def note(self, made: Tensor) -> None:
-        """Take what this stage made into the digest."""
+        """Take what this stage made into the digest. Raises RankLost."""
         if self.digest is not None:
+            self.settle()
             self.digest = checksum_of(made, self.digest)
 
     def receive_from(self, rank: int, shape: Sequence[int]) -> Tensor:
@@ -74,8 +89,7 @@ class Exchange:
         tensor = torch.empty(tuple(shape), dtype=torch.float32, device=self._device)
         try:
             self._waiting = dist.irecv(tensor, src=rank)
-            assert self._waiting is not None
-            self._waiting.wait(self._limit) if self._device.type == "cpu" else self._waiting.wait()
+            self._finish(self._waiting)
         except RuntimeError as error:
             raise RankLost(f"rank {self.rank} got nothing from rank {rank} ({first_line(error)})") from error
         finally:
@@ -87,15 +101,68 @@ class Exchange:
         self.sent_bytes += tensor.nbytes
         self.messages += 1
         try:
-            dist.send(tensor.contiguous(), dst=rank)
+            self._finish(dist.isend(tensor.contiguous(), dst=rank))
         except RuntimeError as error:
             raise RankLost(f"rank {self.rank} could not send to rank {rank} ({first_line(error)})") from error
 
+    def _finish(self, work: dist.Work | None) -> None:
+        """Wait for an exchange; on a GPU have what it is given next wait."""
+        assert work is not None
+        if self._device.type == "cpu":
+            work.wait(self._limit)
+        else:
+            work.wait()
+            self.enqueued.append(work)
+
+    def settle(self) -> None:
+        """Wait until a GPU has done all that it was given; on CPUs nothing is left to do.
+
+        Raises RankLost if a rank is lost meanwhile. What then came from it is no result.
+        """
+        if self._device.type != "cuda":
+            return
+        is_done, asked = given_work(self._device), time.monotonic()
+        while not is_done():
+            self.check()
+            if time.monotonic() - asked > _ASK_S:
+                asked = time.monotonic()
+                self._ask_for_errors()
+            time.sleep(_LOOK_S)
+        self.check()
+        self.enqueued.clear()
+
+    def _ask_for_errors(self) -> None:
+        error = next((error for work in self.enqueued if (error := work.exception()) is not None), None)
+        if error is not None:
+            raise RankLost(f"rank {self.rank} cannot exchange with the others ({first_line(error)})")
+
     def abort(self) -> None:
-        """From another thread: whoever waits here for a tensor gets RankLost."""
+        """From another thread: whoever waits here for a tensor gets RankLost, and a GPU gives its exchanges up."""
         waiting = self._waiting
-        if waiting is not None and hasattr(waiting, "abort"):
-            waiting.abort()
+        if self._device.type == "cpu":
+            if waiting is not None and hasattr(waiting, "abort"):
+                waiting.abort()
+        elif self._ending.acquire(timeout=_ABORT_S):
+            with suppress(RuntimeError, ValueError):  # it is not connected
+                if dist.is_initialized():
+                    _abort_process_group()
+            self._ending.release()
+
+    def close(self) -> None:
+        """Give the connections up, unless they are being broken off for longer than that should take."""
+        if self._ending.acquire(timeout=_ABORT_S):
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            self._ending.release()
+
+
+def backend_for(device: torch.device) -> str:
+    """By what ranks with such a device exchange, as torch.distributed calls it."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def _nobody_is_lost() -> None:
+    pass
 
 
 def checksum_of(tensor: Tensor, start: int) -> int:

@@ -188,12 +188,12 @@ class RankFollower:
             exchange.note(out.logits)
         if order.is_checked and exchange.digest is not None:
             self._inbox.tell(RankMessage(Kind.DIGEST, [order.number, exchange.digest]))
-        if stage is None or exchange.layout.ranks_of(stage.index)[0] != exchange.rank:
-            return
-        for layer in stage.states_of(order.hidden_layers)[stage.index]:
-            exchange.send_to(LEADER, out.hidden[layer])
-        if stage.is_last and batch.num_logit_rows:
-            exchange.send_to(LEADER, out.logits)
+        if stage is not None and exchange.layout.ranks_of(stage.index)[0] == exchange.rank:
+            for layer in stage.states_of(order.hidden_layers)[stage.index]:
+                exchange.send_to(LEADER, out.hidden[layer])
+            if stage.is_last and batch.num_logit_rows:
+                exchange.send_to(LEADER, out.logits)
+        exchange.settle()
 
     def _keep(self, numbers: Sequence[int], request_id: str) -> None:
         engine, call, block, in_answer = numbers

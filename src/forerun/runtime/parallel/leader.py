@@ -85,7 +85,7 @@ class RankedModel:
         Raises ConfigError for a rank that cannot, and RankLost.
         """
         for tier in tiers:
-            assert isinstance(tier, DiskTier), "ranks run on CPUs, whose pool lies in the host's memory"
+            assert isinstance(tier, DiskTier), "options refuse any other tier for several ranks"
             open_tier(self.crew, self._engine, tier, identity)
         return RankedSpill(tiers, kv_cache, states, boundaries, self.crew, self._engine)
 
@@ -105,6 +105,7 @@ class RankedModel:
             else:
                 out = self._collect(self.part.stage, out, batch, hidden_layers)
                 received = out.logits
+            crew.exchange.settle()
             if is_checked:
                 crew.expects(number, received)
         return out

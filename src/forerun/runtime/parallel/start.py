@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -34,23 +34,24 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 import forerun
-from forerun.config import EngineConfig, LaunchedRank, gloo_on_loopback, launched_rank
+from forerun.config import EngineConfig, LaunchedRank, exchange_settings, launched_rank
 from forerun.errors import ConfigError, RankLost
 from forerun.kernels.cores import usable_cores
-from forerun.kernels.device import CPU
+from forerun.kernels.device import CPU, use_gpu
 from forerun.kernels.ops import Kernels
 from forerun.kernels.ranks import Ranks, connect_ranks, first_line
-from forerun.kernels.select import select_kernels
+from forerun.kernels.select import can_use_gpu, runs_on_gpu, select_kernels
 from forerun.models.decoder import Decoder
 from forerun.models.loader import LoadedModel, load_model, open_checkpoint
 from forerun.models.parts import load_ends
 from forerun.models.stages import StagedDecoder
 from forerun.runtime.parallel.crew import FLUSH_LIMIT_S, Crew
-from forerun.runtime.parallel.exchange import Exchange, RankLayout
+from forerun.runtime.parallel.exchange import PASS_LIMIT_S, Exchange, RankLayout, backend_for
 from forerun.runtime.parallel.follower import Inbox, RankFollower, guarded
 from forerun.runtime.parallel.leader import RankedModel
 from forerun.runtime.parallel.links import Link, LinkClosed
 from forerun.runtime.parallel.messages import Kind, RankMessage
+from forerun.runtime.parallel.places import RankPlace, Seat, check_gpus, seats_of
 from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.resolve import resolve_model
 
@@ -65,31 +66,34 @@ _OF_RANKS = ("threads", "pin_threads", "rank_start_s")  # options that each rank
 class Joined:
     """A process that has found the others: it loads its part of the model with this."""
 
-    def __init__(self, config: EngineConfig, rank: int, num_here: int, store: Store, is_local: bool) -> None:
-        """num_here: ranks on this machine. is_local: none can be elsewhere."""
+    def __init__(self, config: EngineConfig, rank: int, seat: Seat, store: Store, is_local: bool) -> None:
+        """`seat`: on its machine. is_local: no rank can be elsewhere."""
         self.config = config
         self.layout = RankLayout(config.tensor_parallel, config.pipeline_parallel)
-        threads = config.threads or max(1, usable_cores() // num_here)
+        if runs_on_gpu(config.kernels, config.device, can_use_gpu()):
+            use_gpu(seat.gpu)
+        threads = config.threads or max(1, usable_cores() // seat.num_here)
         self.kernels: Kernels = select_kernels(
-            config.kernels, threads, device="cpu", pin=config.pin_threads, activations=config.activations
+            config.kernels, threads, device=config.device, pin=config.pin_threads, activations=config.activations
         )
-        self.exchange = Exchange(self.layout, rank, CPU)
+        self.exchange = Exchange(self.layout, rank, self.kernels.device)
         self._rank, self._store, self._is_local = rank, store, is_local
 
     def connect(self) -> Ranks:
         """The shards of this rank's stage; called by all ranks at the same time. Raises RankLost."""
-        store = PrefixStore("forerun/activations", self._store)
+        store, device = PrefixStore("forerun/activations", self._store), self.kernels.device
+        limit = timedelta(seconds=CONNECT_LIMIT_S if device == CPU else PASS_LIMIT_S)  # NCCL's is that of exchanges
         try:
-            with gloo_on_loopback() if self._is_local else nullcontext():
+            with exchange_settings(self._is_local):
                 dist.init_process_group(
-                    "gloo", store=store, rank=self._rank, world_size=self.layout.num_ranks,
-                    timeout=timedelta(seconds=CONNECT_LIMIT_S),
+                    backend_for(device), store=store, rank=self._rank, world_size=self.layout.num_ranks,
+                    timeout=limit, device_id=None if device == CPU else device,
                 )  # fmt: skip
                 stages = range(self.layout.num_stages)
-                groups = [dist.new_group(self.layout.ranks_of(stage)) for stage in stages]
+                groups = [dist.new_group(self.layout.ranks_of(stage), timeout=limit) for stage in stages]
         except RuntimeError as error:
             raise RankLost(f"rank {self._rank} could not connect to the others ({first_line(error)})") from error
-        return connect_ranks(groups[self.layout.stage_of(self._rank)], CPU)
+        return connect_ranks(groups[self.layout.stage_of(self._rank)], device, enqueued=self.exchange.enqueued)
 
     def load(self, ranks: Ranks) -> LoadedModel:
         """This rank's part; `ranks`: as connected. Raises ModelError and ResourceError."""
@@ -117,7 +121,8 @@ def lead(config: EngineConfig) -> tuple[LoadedModel, Kernels, Crew]:
             "(LLM.close), or make this one in a process of its own"
         )
     if place is not None and place.rank > 0:
-        follow(place.rank, _find_store(place, config.rank_start_s), config.rank_start_s, config)
+        follow(place.rank, _find_store(place, config.rank_start_s), config.rank_start_s, config, place.local_rank)
+    own = RankPlace.here(None if place is None else place.local_rank)
     store = _own_store(config.num_ranks) if place is None else _find_store(place, config.rank_start_s)
     is_local = place is None or place.is_local
     listener = socket.create_server((_LOOPBACK if is_local else "", 0))
@@ -128,12 +133,13 @@ def lead(config: EngineConfig) -> tuple[LoadedModel, Kernels, Crew]:
         if isinstance(store, TCPStore) and place is None:
             workers = [_start_worker(rank, config, store) for rank in range(1, config.num_ranks)]
         with listener:
-            links, hosts = _greet(listener, key, config, workers)
-        num_here = {rank: list(hosts.values()).count(host) for rank, host in hosts.items()}
-        joined = Joined(config, 0, num_here[0], store, is_local)
+            links, places = _greet(listener, key, config, workers, own)
+        check_gpus(config, places)
+        seats, hosts = seats_of(places), {rank: place.host for rank, place in places.items()}
+        joined = Joined(config, 0, seats[0], store, is_local)
         crew = Crew(joined.exchange, links, hosts, workers, config.rank_timeout_s)
         for rank, link in links.items():
-            link.send(Kind.CONFIG, RankMessage(Kind.CONFIG, [num_here[rank]], [options_as_json(config)]).encode())
+            link.send(Kind.CONFIG, RankMessage(Kind.CONFIG, [*seats[rank]], [options_as_json(config)]).encode())
     except LinkClosed as error:
         _end(workers)
         raise RankLost(f"a rank ended while it started ({error}): look at its own messages") from error
@@ -161,10 +167,13 @@ def _load(joined: Joined, crew: Crew) -> tuple[LoadedModel, Kernels, Crew]:
     return replace(loaded, model=RankedModel(part, crew, ends)), joined.kernels, crew
 
 
-def follow(rank: int, store: Store, start_s: float, own: EngineConfig | None) -> NoReturn:
+def follow(
+    rank: int, store: Store, start_s: float, own: EngineConfig | None, local_rank: int | None = None
+) -> NoReturn:  # fmt: skip
     """Be a follower until the leader ends, then exit.
 
-    start_s: how long all ranks are waited for. own: options this process was started with, if any.
+    start_s: how long all ranks are waited for. own: options this process was started with, if any. local_rank: which of
+    those on its host it is, if who launched it has said.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader hears of it, too
     torch.set_num_threads(1)  # the kernels have threads of their own
@@ -172,8 +181,10 @@ def follow(rank: int, store: Store, start_s: float, own: EngineConfig | None) ->
         store.set_timeout(timedelta(seconds=start_s))
         address, port, key = json.loads(store.get(_LEADER))
         link = Link(socket.create_connection((address, port), CONNECT_LIMIT_S))
-        about = [key, str(rank), socket.gethostname(), release(), "" if own is None else options_as_json(own)]
-        link.send(Kind.HELLO, RankMessage(Kind.HELLO, (), about).encode())
+        place = RankPlace.here(local_rank)
+        about = [key, str(rank), place.host, place.gpu, release(), "" if own is None else options_as_json(own)]
+        numbers = place.num_gpus, place.local_rank
+        link.send(Kind.HELLO, RankMessage(Kind.HELLO, numbers, about).encode())
         told = link.wait_for(Kind.CONFIG, start_s)
     except (RuntimeError, OSError, LinkClosed) as error:
         raise RankLost(f"rank {rank} found no leader: {first_line(error)}") from error
@@ -183,7 +194,7 @@ def follow(rank: int, store: Store, start_s: float, own: EngineConfig | None) ->
 
     def work() -> None:
         config = options_from(told.texts[0], own)
-        joined = Joined(config, rank, told.numbers[0], store, address == _LOOPBACK)
+        joined = Joined(config, rank, Seat(*told.numbers), store, address == _LOOPBACK)
         inbox.tell(RankMessage(Kind.READY, (), [weights_stamp(config)]))
         loaded = joined.load(joined.connect())
         inbox.tell(RankMessage(Kind.READY))
@@ -278,10 +289,10 @@ def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _greet(
-    listener: socket.socket, key: str, config: EngineConfig, workers: Sequence[subprocess.Popen[bytes]]
-) -> tuple[dict[int, Link], dict[int, str]]:
-    """Wait for all followers -> connections and hosts, by rank. Raises RankLost and ConfigError."""
-    links, hosts, until = dict[int, Link](), {0: socket.gethostname()}, time.monotonic() + config.rank_start_s
+    listener: socket.socket, key: str, config: EngineConfig, workers: Sequence[subprocess.Popen[bytes]], own: RankPlace
+) -> tuple[dict[int, Link], dict[int, RankPlace]]:
+    """Wait for all followers -> connections and places, by rank; `own`: rank 0's. Raises RankLost and ConfigError."""
+    links, places, until = dict[int, Link](), {0: own}, time.monotonic() + config.rank_start_s
     listener.settimeout(0.2)
     while len(links) < config.num_ranks - 1:
         ended = [rank for rank, worker in enumerate(workers, 1) if worker.poll() is not None]
@@ -296,12 +307,14 @@ def _greet(
         with suppress(TimeoutError):
             link = Link(listener.accept()[0])
             with suppress(LinkClosed):  # somebody else's
-                given, *about = link.wait_for(Kind.HELLO, HELLO_LIMIT_S).texts
+                hello = link.wait_for(Kind.HELLO, HELLO_LIMIT_S)
+                given, *about = hello.texts
                 if secrets.compare_digest(given, key):
-                    rank, hosts[int(about[0])] = int(about[0]), about[1]
+                    rank = int(about[0])
                     links[rank] = link
-                    compare(rank, about[1], about[2], about[3:], config)
-    return links, hosts
+                    compare(rank, about[1], about[3], about[4:], config)
+                    places[rank] = RankPlace(about[1], hello.numbers[0], hello.numbers[1], about[2])
+    return links, places
 
 
 def compare(rank: int, host: str, version: str, options: Sequence[str], config: EngineConfig) -> None:
