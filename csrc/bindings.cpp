@@ -25,7 +25,7 @@ void add_matrix(ExpertBank& bank, const ExpertMatrix& matrix, bool is_down) {
 
 void add_linear(ExpertBank& bank, bool is_down, Address bias, Address weight, int64_t n, int64_t k, int dtype,
                 Address layout) {
-    add_matrix(bank, {false, make<LinearArgs>(0, weight, bias, 0, 0, n, k, dtype, layout), {}}, is_down);
+    add_matrix(bank, {false, make<LinearArgs>(0, weight, bias, 0, 0, n, k, n, dtype, layout), {}}, is_down);
 }
 
 void add_grouped(ExpertBank& bank, bool is_down, Address bias, Address weight, Address order, int64_t n, int64_t k,

@@ -66,10 +66,10 @@ int64_t CpuEngine::num_chunks(int64_t units, int64_t work_per_unit) const {
 // Panels are packed by the threads that will read them, so that their memory lies near.
 void CpuEngine::pack(const PackArgs& args) { share(table_->pack, args, divide_up(args.n, kLanes), args.k * 16, true); }
 
-// By the matrix alone, never by the rows.
+// By the whole matrix alone, never by the rows of x, nor by how many of its outputs are multiplied here.
 bool CpuEngine::splits(const LinearArgs& args) const {
     return table_->split_activations && args.dtype == Dtype::kBFloat16 && args.k % kSplitInputs == 0 &&
-           args.n * args.k > kSplitFrom;
+           args.whole_n * args.k > kSplitFrom;
 }
 
 // So many as are wanted, fewer where a thread would own few units: with many threads two panels more or less count.
@@ -231,7 +231,7 @@ void multiply_heads(const HeadJob& job, int64_t begin, int64_t end) {
         const char* weight =
             static_cast<const char*>(args.weight) + head * panels * stored_k * kLanes * element_size(args.dtype);
         move_columns(from, args.heads * x_head, x, k, k, m);
-        job.table->linear({x, weight, nullptr, y, m, n, k, args.dtype, nullptr, panels, m, 1, nullptr}, 0, 1);
+        job.table->linear({x, weight, nullptr, y, m, n, k, n, args.dtype, nullptr, panels, m, 1, nullptr}, 0, 1);
         move_columns(y, n, to, args.heads * y_head, n, m);
         move_columns(from + k, args.heads * x_head, to + n, args.heads * y_head, args.passed, m);
     }

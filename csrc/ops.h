@@ -47,6 +47,7 @@ struct LinearArgs {
     const float* bias;   // [n] or null
     float* y;            // [m, n]
     int64_t m, n, k;
+    int64_t whole_n;  // outputs of the matrix that these are a part of, or all
     Dtype dtype;
     const CodedLayout* layout;  // of codes, or null
     int64_t panels_per_unit, rows_per_unit;  // a unit is a group of panels times a block of rows
@@ -55,7 +56,7 @@ struct LinearArgs {
 
     template <class F>
     auto given(F call) {
-        return call(x, weight, bias, y, m, n, k, dtype, layout);
+        return call(x, weight, bias, y, m, n, k, whole_n, dtype, layout);
     }
     int64_t work() const { return m * n * k; }
 };

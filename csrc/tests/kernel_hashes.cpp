@@ -26,7 +26,7 @@ void run_linear(Run& run, int64_t m, int64_t n, int64_t k, int64_t rows_per_unit
     auto x = numbers<float>(from, m * k), bias = numbers<float>(from, n);
     auto panels = packed<T>(run, weight, n, k);
     Floats y(m * n);
-    LinearArgs args{x.begin(), panels.begin(), bias.begin(), y.begin(), m, n, k, kDtype<T>, nullptr, 4,
+    LinearArgs args{x.begin(), panels.begin(), bias.begin(), y.begin(), m, n, k, n, kDtype<T>, nullptr, 4,
                     rows_per_unit, 1, nullptr};
     Array<uint16_t> parts(3 * m * k);
     if (run.table().split_activations && sizeof(T) == 2 && k % 32 == 0) {
@@ -61,7 +61,7 @@ void run_coded(Run& run, int64_t m, int64_t k, bool nibbles, bool counted, bool 
                              scales_at, units_at, integers ? offsets_at : 0, panel_bytes};
     auto x = numbers<float>(from, m * k), bias = numbers<float>(from, n);
     Floats y(m * n);
-    const LinearArgs args{x.begin(), weight.begin(), bias.begin(), y.begin(), m, n, k, Dtype::kFloat32, &layout, 4,
+    const LinearArgs args{x.begin(), weight.begin(), bias.begin(), y.begin(), m, n, k, n, Dtype::kFloat32, &layout, 4,
                           rows_per_unit, 1, nullptr};
     FORERUN_CALL(run, coded, args, divide_up(m, rows_per_unit));
     run.print(join("coded", {m, k, nibbles, counted, integers}), y);

@@ -18,7 +18,7 @@ from forerun.models.loader import LoadedModel, check_adapters, load_adapter, loa
 from forerun.models.parts import check_division
 from forerun.runtime.parallel.crew import Crew
 from forerun.runtime.parallel.leader import RankedModel
-from forerun.runtime.parallel.places import RankPlace, check_gpus
+from forerun.runtime.parallel.places import RankPlace, check_places
 from forerun.weights.resolve import resolve_model
 
 
@@ -92,5 +92,5 @@ def check_ranks(config: EngineConfig) -> None:
             )
     check_division(config.model, config.tensor_parallel, config.pipeline_parallel)
     if launched_rank() is None:  # all are started here; others say where they are when they meet
-        check_gpus(config, dict.fromkeys(range(config.num_ranks), RankPlace.here(None)))
+        check_places(config, dict.fromkeys(range(config.num_ranks), RankPlace.here(None)))
     check_adapters(config.lora.values(), resolve_model(config.model), config.implementation)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.errors import ConfigError, KernelError, UnsupportedError
+from forerun.errors import ConfigError, UnsupportedError
 from forerun.kernels.ops import HeadLayout
 from forerun.kernels.ranks import ALONE, Ranks
 from forerun.models.base import CommittedPath, Model, passes_of
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.decoder import Decoder
 from forerun.models.loader import load_adapter, load_model
-from forerun.models.shares import TILED, share_heads
+from forerun.models.shares import share_heads
 from forerun.weights import checkpoint
 from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.safetensors_header import TensorEntry
@@ -197,11 +197,12 @@ def test_degrees_that_do_not_divide_are_refused_with_those_that_do(size: int, tm
         load_model(folder, factory.make_kernels(), ranks=Ranks(0, size))
 
 
-def test_kernels_whose_sums_depend_on_the_size_of_a_matrix_are_refused(tmp_path: Path) -> None:
-    kernels = factory.make_kernels("reference")
-    kernels.name = TILED
-    with pytest.raises(KernelError, match="cpu:avx512vnni"):
-        load_model(save("llama", tmp_path), kernels, ranks=Ranks(0, 2))
+@pytest.mark.parametrize(("case", "field"), [("llama", "intermediate_size"), ("qwen3-moe", "moe_intermediate_size")])
+def test_large_matrices_of_which_each_rank_has_few_rows(case: str, field: str, tmp_path: Path) -> None:
+    """AMX multiplies matrices of more than 2^20 bfloat16 weights in an order of its own: the whole ones count."""
+    inner, hidden = 24576, factory.SIZES["hidden_size"]
+    assert inner * hidden < 1 << 20 < 2 * inner * hidden  # gate and up are one matrix
+    check(save(case, tmp_path, torch.bfloat16, **{field: inner}), [2, 4])
 
 
 def test_models_of_transformers_are_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from forerun.kernels.select import runs_on_gpu
 from forerun.runtime.parallel import exchange, places, start
 from forerun.runtime.parallel.exchange import PASS_LIMIT_S, Exchange, RankLayout, backend_for
 from forerun.runtime.parallel.leader import RankedModel
-from forerun.runtime.parallel.places import UNTOLD, RankPlace, Seat, check_gpus, seats_of
+from forerun.runtime.parallel.places import UNTOLD, RankPlace, Seat, check_places, seats_of
 from tests.parallel.test_ranks import folder, open_llm
 
 __all__ = ["folder"]
@@ -46,10 +46,10 @@ def test_ranks_of_a_host_take_its_gpus_in_order() -> None:
     }
     told = on(("a", 2, 0), ("b", 2, 1), ("a", 2, 1), ("b", 2, 0))  # as torchrun has it
     assert [seat.gpu for seat in seats_of(told).values()] == [0, 1, 1, 0]
-    check_gpus(config(pipeline_parallel=2), told)
-    check_gpus(config(), on(("a", 1), ("b", 1)))
-    check_gpus(config(), on(("a", 0), ("a", 0)))  # all on CPUs
-    check_gpus(config(device="cpu"), on(("a", 1), ("a", 0)))
+    check_places(config(pipeline_parallel=2), told)
+    check_places(config(), on(("a", 1), ("b", 1)))
+    check_places(config(), on(("a", 0), ("a", 0)))  # all on CPUs
+    check_places(config(device="cpu"), on(("a", 1), ("a", 0)))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_gpus_that_do_not_suffice_are_refused(
     found: Mapping[int, RankPlace], options: dict[str, Any], error: type[ForerunError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        check_gpus(config(**options), found)
+        check_places(config(**options), found)
 
 
 def test_who_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,15 @@ def test_one_gpu_for_two_ranks_ends_before_they_start(folder: Path, monkeypatch:
     for options in ({}, {"device": "cuda"}):
         with pytest.raises(ResourceError, match="2 of the ranks of tensor_parallel 1 with pipeline_parallel 2 run on"):
             open_llm(folder, pipeline_parallel=2, **{"kernels": "auto", **options})
-    assert RankPlace.here(None)[1:] == (1, UNTOLD, "H200") and RankPlace.here(3)[1:] == (1, 3, "H200")
+    assert RankPlace.here(None)[1:4] == (1, UNTOLD, "H200") and RankPlace.here(3)[1:4] == (1, 3, "H200")
+
+
+def test_cpus_with_amx_and_without_are_not_mixed() -> None:
+    mixed = on(("a", 0, UNTOLD, "", False), ("b", 0, UNTOLD, "", True))
+    with pytest.raises(ConfigError, match="rank 1 on b has a CPU with AMX, rank 0 on a one without.* 'cpu:avx512'"):
+        check_places(config(), mixed)
+    check_places(config(kernels="cpu:avx512"), mixed)
+    check_places(config(), on(("a", 0, UNTOLD, "", True), ("b", 0, UNTOLD, "", True)))
 
 
 def test_a_rank_takes_its_gpu_before_its_kernels_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

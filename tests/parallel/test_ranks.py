@@ -20,9 +20,7 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.config import EngineConfig, LaunchedRank, exchange_settings, launched_rank
 from forerun.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError
-from forerun.kernels.select import select_kernels
 from forerun.models.loader import load_adapter
-from forerun.models.shares import TILED
 from forerun.runtime.parallel import crew
 from forerun.runtime.parallel.follower import RankFollower
 from forerun.runtime.parallel.messages import Kind, RankMessage
@@ -54,8 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def open_llm(folder: Path, **options: object) -> LLM:
     given: dict[str, object] = {"threads": 1, "block_size": 4, "rank_timeout_s": 4, "adaptive": False, **options}
-    if select_kernels().name == TILED:  # which several ranks refuse
-        given.setdefault("kernels", "cpu:avx512vnni")
     return LLM(str(folder), keep_learned=False, max_num_seqs=3, **given)
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "cpu", "triton", "reference")
 ACTIVATIONS = ("auto", "float32")
 # Every instruction set there are kernels for, on whatever CPU; csrc/kernel_table.h has the same.
-ISAS = ("avx512amx", "avx512vnni", "avx512", "avx2vnni", "avx2", "neoni8mm", "neondot", "neon", "portable")
+AMX = "avx512amx"
+ISAS = (AMX, "avx512vnni", "avx512", "avx2vnni", "avx2", "neoni8mm", "neondot", "neon", "portable")
 
 
 def select_kernels(
@@ -77,6 +78,20 @@ def runs_on_gpu(name: str, device: str, has_gpu: bool) -> bool:
     if name == "triton":
         return device == "cuda" or (device == "auto" and not _is_interpreted())
     return device == "cuda" or (device == "auto" and name == "auto" and has_gpu)
+
+
+def has_amx() -> bool:
+    """Whether this CPU has AMX, and C++ kernels for it."""
+    try:
+        from forerun.kernels.cpu import _native
+    except ImportError:
+        return False
+    return AMX in _native.available_isas()
+
+
+def takes_amx(name: str) -> bool:
+    """Whether `select_kernels` takes AMX with this name, where a CPU has it and runs the model."""
+    return name in ("auto", "cpu", f"cpu:{AMX}")
 
 
 def _is_interpreted() -> bool:

@@ -31,7 +31,7 @@ from forerun.models.fields import THROUGH_TRANSFORMERS
 from forerun.models.gguf_family import as_in_gguf
 from forerun.models.memory import SHARE_OF_HOST, check_memory
 from forerun.models.multimodal import PART_OF, text_config
-from forerun.models.shares import check_kernels, check_shares
+from forerun.models.shares import check_shares
 from forerun.models.stages import PipelineStage, divide
 from forerun.models.storage import check_float16, decoder_bytes, dense_bytes, state_specs
 from forerun.models.unread import refuse_unread
@@ -107,7 +107,6 @@ def load_model(
     Raises ModelError and ResourceError, where possible before any weight is read.
     """
     dtype_named(dtype)
-    check_kernels(kernels, ranks.size)
     named, folder = GenerationConfig.named(generation_config), resolve_model(name_or_path)
     stamps, generation = stamps_of(folder), named or GenerationConfig.beside(folder)
     _check_sampling(generation)

@@ -16,15 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forerun.errors import ConfigError, KernelError
-from forerun.kernels.ops import HeadLayout, Kernels
+from forerun.errors import ConfigError
+from forerun.kernels.ops import HeadLayout
 from forerun.kernels.ranks import Ranks
 from forerun.kernels.recurrent_ops import DeltaHeads
 from forerun.models.config import ModelConfig
 from forerun.models.recurrent_dims import DeltaDims, MambaDims
 
 MAX_RANKS = 64
-TILED = "cpu-avx512amx"  # whether a matrix goes through tiles, which add in their own order, depends on its size
 
 
 class Piece(NamedTuple):
@@ -84,15 +83,6 @@ def share_delta_heads(ranks: Ranks, heads: DeltaHeads) -> tuple[DeltaHeads, slic
     keys = slice(values.start // share, -(-values.stop // share))
     own = heads._replace(num_keys=keys.stop - keys.start, num_values=values.stop - values.start)
     return own, keys, values
-
-
-def check_kernels(kernels: Kernels, size: int) -> None:
-    """Raise KernelError if there are several ranks and what these kernels add up depends on a matrix's rows."""
-    if size > 1 and kernels.name == TILED:
-        raise KernelError(
-            "AMX tiles multiply large matrices of bfloat16 alone, and in another order than small ones are: ranks that "
-            "have parts of a matrix would not give the bits of one process. Choose kernels 'cpu:avx512vnni'"
-        )
 
 
 def check_shares(config: ModelConfig, size: int) -> None:

@@ -5,7 +5,7 @@ matrix, of which rows can be taken. Does not know: formats, or why rows are left
 
 In those others what a row becomes may depend on the rest of its matrix (zero points that are all alike become one
 number), so that is read and decoded as a whole: the packed rows are those of the whole matrix, to the bit. Kernels may
-have to know how many rows that has, too, to add up what these rows give as it does (`SplitsInputs`).
+have to know how many rows that has, too, to add up what these rows give as it does (`KnowsWhole`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from forerun.quant.base import RowFormat, RowPart, TensorSource, Weight, WeightF
 
 
 @runtime_checkable
-class SplitsInputs(Protocol):
-    """Kernels that add the inputs of a matrix up in parts, whose number depends on how many rows it has."""
+class KnowsWhole(Protocol):
+    """Kernels in which the order of a row's sum depends on how many rows the whole matrix has."""
 
     def part_of(self, num_rows: int | None) -> Kernels:
-        """These kernels, for packing some rows of matrices of `num_rows`; None: of experts, whose inputs stay whole."""
+        """These kernels, for packing some rows of matrices of `num_rows`; None: for matrices of experts."""
 
 
 def packs_part(kernels: Kernels, num_rows: int | None) -> Kernels:
     """Kernels that pack some of `num_rows` rows, whose sums are those of all rows; None: of an expert's."""
-    return kernels.part_of(num_rows) if isinstance(kernels, SplitsInputs) else kernels
+    return kernels.part_of(num_rows) if isinstance(kernels, KnowsWhole) else kernels
 
 
 def read_rows(

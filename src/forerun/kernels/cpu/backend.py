@@ -6,6 +6,7 @@ know: arithmetic, models. Kept thin on purpose: a small model's forward is some 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 
@@ -69,6 +70,7 @@ class CpuKernels(CpuRecurrentOps):
         self.engine, self.is_pinned = _native.CpuEngine(num_threads, isa or "", pinned), bool(pinned)
         self.name = f"cpu-{self.engine.isa}"
         self._arena = WeightArena()
+        self._num_rows: int | None = None  # of the matrices that are packed; None: those that are given
 
     @property
     def num_threads(self) -> int:
@@ -90,7 +92,16 @@ class CpuKernels(CpuRecurrentOps):
         panels = self._arena.take(num_panels * stored_inputs * _native.LANES, source.dtype)
         code = _DTYPE_CODES[source.dtype]
         self.engine.pack(source.data_ptr(), panels.data_ptr(), num_outputs, num_inputs, code)
-        return CpuLinear(panels, panels.data_ptr(), num_outputs, num_inputs, code)
+        whole_outputs = num_outputs if self._num_rows is None else self._num_rows
+        return CpuLinear(panels, panels.data_ptr(), num_outputs, num_inputs, whole_outputs, code)
+
+    def part_of(self, num_rows: int | None) -> CpuKernels:
+        """See `quant.rows.KnowsWhole`. Experts' matrices are multiplied as any others."""
+        if num_rows is None:
+            return self
+        other = copy.copy(self)
+        other._num_rows = num_rows
+        return other
 
     def pack_grouped(self, matrix: GroupedMatrix) -> PackedLinear:
         """See `Kernels.pack_grouped`."""
@@ -118,7 +129,7 @@ class CpuKernels(CpuRecurrentOps):
                 _floats(x), address, shift, out.data_ptr(), order, num_rows, num_outputs, width, zero, weight.layout
             )
         else:
-            kind = weight.dtype_code, weight.layout
+            kind = weight.whole_outputs, weight.dtype_code, weight.layout
             self.engine.linear(_floats(x), weight.address, shift, out.data_ptr(), num_rows, num_outputs, width, *kind)
         return out
 

@@ -46,8 +46,8 @@ def pack_matrix(matrix: CodedMatrix, arena: WeightArena) -> CpuLinear:
     zero = -1 if matrix.zero is None else matrix.zero
     # csrc's CodedLayout, word by word
     layout = torch.tensor([*addresses, zero, matrix.group_size, matrix.groups_a_unit, *starts, size])
-    held = (layout, *tables)
-    return CpuLinear(panels, panels.data_ptr(), num_outputs, num_inputs, FLOAT32_CODE, layout.data_ptr(), held)
+    held, sizes = (layout, *tables), (num_outputs, num_inputs, num_outputs)
+    return CpuLinear(panels, panels.data_ptr(), *sizes, FLOAT32_CODE, layout.data_ptr(), held)
 
 
 def _by_lanes(rows: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ class CpuLinear:
     address: int
     num_outputs: int
     num_inputs: int
+    whole_outputs: int  # of the matrix whose rows these are: what is multiplied by AMX tiles is decided by it
     dtype_code: int
     layout: int = 0  # address of csrc's CodedLayout, 0 without one
     held: tuple[Tensor | None, ...] = ()  # the layout and what it points to

@@ -83,7 +83,7 @@ class TritonKernels(Kernels):
         return linear.pack_linear(weight, self.device, self._num_rows)
 
     def part_of(self, num_rows: int | None) -> TritonKernels:
-        """See `quant.rows.SplitsInputs`."""
+        """See `quant.rows.KnowsWhole`."""
         if self._num_rows == linear.UNSPLIT:
             return self
         other = copy.copy(self)

@@ -1,7 +1,7 @@
-"""Where ranks run: on which host, and on which of its GPUs, if they run on GPUs.
+"""Where ranks run: on which host, on what kind of CPU, and on which of its GPUs, if they run on GPUs.
 
-Knows: who shares a host, how many GPUs a rank sees, what a launcher says (LOCAL_RANK). Does not know: kernels, weights,
-what ranks exchange.
+Knows: who shares a host, how many GPUs a rank sees, what a launcher says (LOCAL_RANK), which devices add up alike. Does
+not know: weights, what ranks exchange.
 
 NCCL gives each rank a GPU of its own. Rank 0 takes the first one: its engine may run on any thread, and a thread begins
 with that one.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError, ResourceError
 from forerun.kernels.device import gpu_kind, num_gpus
-from forerun.kernels.select import can_use_gpu, runs_on_gpu
+from forerun.kernels.select import can_use_gpu, has_amx, runs_on_gpu, takes_amx
 
 UNTOLD = -1  # a launcher has not said which of its host's ranks this one is
 
@@ -28,13 +28,15 @@ class RankPlace(NamedTuple):
     num_gpus: int  # that it sees and has kernels for
     local_rank: int = UNTOLD
     gpu: str = ""  # what these are called
+    has_amx: bool = False  # its CPU
 
     @staticmethod
     def here(local_rank: int | None) -> RankPlace:
         """Of this process."""
         told = UNTOLD if local_rank is None else local_rank
         has_gpu = can_use_gpu()
-        return RankPlace(socket.gethostname(), num_gpus() if has_gpu else 0, told, gpu_kind() if has_gpu else "")
+        gpus = (num_gpus(), told, gpu_kind()) if has_gpu else (0, told, "")
+        return RankPlace(socket.gethostname(), *gpus, has_amx())
 
 
 class Seat(NamedTuple):
@@ -54,8 +56,8 @@ def seats_of(places: Mapping[int, RankPlace]) -> dict[int, Seat]:
     return seats
 
 
-def check_gpus(config: EngineConfig, places: Mapping[int, RankPlace]) -> None:
-    """Raise ConfigError or ResourceError unless all ranks run on CPUs, or each on a GPU that no other one has."""
+def check_places(config: EngineConfig, places: Mapping[int, RankPlace]) -> None:
+    """Raise ConfigError or ResourceError unless ranks are on CPUs that add up alike, or each on a GPU of its own."""
     on_gpu = {rank: runs_on_gpu(config.kernels, config.device, place.num_gpus > 0) for rank, place in places.items()}
     other = next((rank for rank in sorted(places) if on_gpu[rank] != on_gpu[0]), None)
     if other is not None:
@@ -69,6 +71,20 @@ def check_gpus(config: EngineConfig, places: Mapping[int, RankPlace]) -> None:
         _check_room(config, places)
         _check_kinds(places)
         _check_seats(places, seats_of(places))
+    elif takes_amx(config.kernels):
+        _check_cpus(places)
+
+
+def _check_cpus(places: Mapping[int, RankPlace]) -> None:
+    """AMX adds up in an order of its own."""
+    other = next((rank for rank in sorted(places) if places[rank].has_amx != places[0].has_amx), None)
+    if other is not None:
+        with_amx, without = (0, other) if places[0].has_amx else (other, 0)
+        raise ConfigError(
+            f"rank {with_amx} on {places[with_amx].host} has a CPU with AMX, rank {without} on {places[without].host} "
+            "one without, and numbers of both would not be those of one process: choose kernels 'cpu:avx512' or "
+            "'cpu:avx2' for all, or use CPUs of one kind"
+        )
 
 
 def _check_room(config: EngineConfig, places: Mapping[int, RankPlace]) -> None:

@@ -51,7 +51,7 @@ from forerun.runtime.parallel.follower import Inbox, RankFollower, guarded
 from forerun.runtime.parallel.leader import RankedModel
 from forerun.runtime.parallel.links import Link, LinkClosed
 from forerun.runtime.parallel.messages import Kind, RankMessage
-from forerun.runtime.parallel.places import RankPlace, Seat, check_gpus, seats_of
+from forerun.runtime.parallel.places import RankPlace, Seat, check_places, seats_of
 from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.resolve import resolve_model
 
@@ -134,7 +134,7 @@ def lead(config: EngineConfig) -> tuple[LoadedModel, Kernels, Crew]:
             workers = [_start_worker(rank, config, store) for rank in range(1, config.num_ranks)]
         with listener:
             links, places = _greet(listener, key, config, workers, own)
-        check_gpus(config, places)
+        check_places(config, places)
         seats, hosts = seats_of(places), {rank: place.host for rank, place in places.items()}
         joined = Joined(config, 0, seats[0], store, is_local)
         crew = Crew(joined.exchange, links, hosts, workers, config.rank_timeout_s)
@@ -183,7 +183,7 @@ def follow(
         link = Link(socket.create_connection((address, port), CONNECT_LIMIT_S))
         place = RankPlace.here(local_rank)
         about = [key, str(rank), place.host, place.gpu, release(), "" if own is None else options_as_json(own)]
-        numbers = place.num_gpus, place.local_rank
+        numbers = place.num_gpus, place.local_rank, place.has_amx
         link.send(Kind.HELLO, RankMessage(Kind.HELLO, numbers, about).encode())
         told = link.wait_for(Kind.CONFIG, start_s)
     except (RuntimeError, OSError, LinkClosed) as error:
@@ -313,7 +313,8 @@ def _greet(
                     rank = int(about[0])
                     links[rank] = link
                     compare(rank, about[1], about[3], about[4:], config)
-                    places[rank] = RankPlace(about[1], hello.numbers[0], hello.numbers[1], about[2])
+                    num_gpus, local_rank, has_amx = hello.numbers
+                    places[rank] = RankPlace(about[1], num_gpus, local_rank, about[2], bool(has_amx))
     return links, places
 
 
