@@ -105,7 +105,7 @@ def _widen_head(head: str, folder: Path, model: str) -> dict[str, Any]:
 
 def _show_head(report: dict[str, Any]) -> None:
     size, of = f"{report['weight_bytes'] / 1e6:.0f} MB", f"hidden size {report['hidden_size']}"
-    out().print(f"{report['folder']}: {report['head']} head for {report['model']}, {of}, {size}")
+    out().print(f"{report['folder']}: {report['head']} head for {report['model']}, {of}, {size}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def rm(names: HubNames, json: opt.JsonOption = False) -> None:
         print_json(reports)
         return
     for report in reports:
-        out().print(f"{report['model']} is deleted, {report['freed_bytes'] / 1e9:.2f} GB are free")
+        out().print(f"{report['model']} is deleted, {report['freed_bytes'] / 1e9:.2f} GB are free", soft_wrap=True)
 
 
 def _hub_name(text: str) -> Any:
