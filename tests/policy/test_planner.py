@@ -34,6 +34,12 @@ def test_nothing_is_asked_where_nothing_is_gained() -> None:
     assert plan_call([[]], without, free, lambda *_: 0.0, speed=1.0)[1] == without
 
 
+@pytest.mark.parametrize("gain", [0.0, 1e-20])
+def test_rows_that_bring_nothing_are_not_asked_for_even_where_they_were_measured_as_cheaper(gain: float) -> None:
+    without = Outlook(30.0, 2, 1.0)
+    assert plan_call([[gain, gain]], without, lambda rows: 1.0 / rows, lambda *_: 0.0, 30.0) == ([0], without)
+
+
 def test_a_call_is_paid_by_all_it_serves() -> None:
     """For one request it costs more than it brings, for four together it does not."""
     assert plan_call([[0.4]], Outlook(1.0, 1, 1.0), free, lambda *_: 0.5, speed=1.0)[0] == [0]
