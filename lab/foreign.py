@@ -35,6 +35,7 @@ from forerun.training.export import export_model, load_model
 from forerun.training.heads.answers import answer_file_rows
 from forerun.training.net import Net
 from forerun.training.tokenizer import save_tokenizer
+from forerun.weights.corpus import fingerprint
 from forerun.weights.resolve import resolve_model
 from forerun.weights.tokenizer import Tokenizer
 
@@ -78,7 +79,7 @@ def read_gpt2(folder: Path, target: Tokenizer) -> tokenizers.Tokenizer:
 def answers_as_text(files: Sequence[Path], target: Tokenizer) -> Iterator[str]:
     """Every prompt with its answer, special tokens written out."""
     for path in files:
-        rows = answer_file_rows(path, target.vocab_size)
+        rows = answer_file_rows(path, target.vocab_size, vocabulary=fingerprint(target))
         for number in range(len(rows)):
             yield target.decode(rows.sequence(number).tolist(), skip_special_tokens=False)
 

@@ -151,14 +151,17 @@ def test_the_policy_stands_beside_its_best_fixed_setting() -> None:
 def test_the_drafter_that_gains_most_is_recommended() -> None:
     wanted = entrants(["ngram", "suffix", "draft=d"], [4], rules=False)
 
-    def run(**speedups: float | None) -> dict[str, Any]:
+    def run(noise: bool = False, **speedups: float | None) -> dict[str, Any]:
         names = {"draft": "draft=d", "fixed": "ngram fixed 4"}
-        return {"rows": [{"drafter": names.get(name, name), "speedup": gain} for name, gain in speedups.items()]}
+        rows = [(names.get(name, name), gain) for name, gain in speedups.items()]
+        return {"rows": [{"drafter": name, "speedup": gain, "within_noise": noise} for name, gain in rows]}
 
     runs = [run(none=1.0, ngram=1.2, suffix=1.6, fixed=3.0), run(none=1.0, ngram=1.2, suffix=0.8, fixed=3.0)]
     assert recommended(runs, wanted) == ("ngram", {"ngram": 1.2, "suffix": pytest.approx(1.131, abs=1e-3)})
     assert recommended([run(ngram=0.9, suffix=1.0)], wanted) == ("none", {"ngram": 0.9, "suffix": 1.0})
     assert recommended([run(ngram=None)], wanted) == ("none", {})
+    assert recommended([run(noise=True, ngram=1.4)], wanted) == ("none", {"ngram": 1.4})
+    assert recommended([run(noise=True, ngram=1.4), run(ngram=1.4)], wanted) == ("ngram", {"ngram": 1.4})
 
 
 def test_costs_come_from_the_engine_that_measured_most() -> None:

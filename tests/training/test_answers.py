@@ -25,6 +25,7 @@ from forerun.training.heads.export import export_head
 from forerun.training.heads.rows import Rows
 from forerun.training.heads.run import load_target, make_trainer, train_head
 from forerun.training.heads.sequences import check_lengths
+from forerun.training.heads.token_list import count_texts
 
 BAD_FILES = (
     ("", "no file of answers"),
@@ -143,6 +144,16 @@ def test_data_tokens_bound_files_of_answers(target: Path, tmp_path: Path) -> Non
     assert 0 < used.num_tokens < most
     with pytest.raises(DataError, match="holds no answer within --data-tokens 3; raise that"):
         answer_file_rows(path, 280, 3)
+
+
+def test_answers_in_tokens_of_another_tokenizer_are_refused(target: Path, tmp_path: Path) -> None:  # noqa: F811
+    (path,) = answer_files(str(target / "model"), [target / "prompts.jsonl"], tmp_path, OPTIONS, lambda _: None)[:1]
+    first, rest = path.read_text().split("\n", 1)
+    path.write_text(json.dumps({**json.loads(first), "vocabulary": "another"}) + "\n" + rest)
+    with pytest.raises(DataError, match="in tokens of another tokenizer than the target's: let this target answer"):
+        make_trainer(recipe_of("mtp", tmp_path), replace(job_of(target, tmp_path / "run"), data=(path,)), HeadConsole())
+    with pytest.raises(DataError, match="in tokens of another tokenizer"):
+        count_texts([path], str(target / "model"))
 
 
 def test_bad_files_of_answers_are_refused(target: Path, tmp_path: Path) -> None:  # noqa: F811

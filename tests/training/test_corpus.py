@@ -60,6 +60,11 @@ def test_strings_may_hold_the_line_ends_of_unicode(tmp_path: Path) -> None:
         ("a.jsonl", b"{", "is not valid .jsonl"),
         ("a.answers", b"{}\n{}", "no file of answers"),
         ("a.answers", b'{}\n{"prompt": [999999], "answer": []}', "token id 999999"),
+        (
+            "a.answers",
+            b'{"target": "x", "vocabulary": "1"}\n{"prompt": [1], "answer": [2]}',
+            "answers of x, in tokens",
+        ),
         ("a.xz", b"no", "cannot read text"),
     ],
 )

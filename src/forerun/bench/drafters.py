@@ -176,15 +176,17 @@ def against_fixed(result: Mapping[str, Any], wanted: Sequence[Entrant]) -> list[
 def recommended(runs: Sequence[Mapping[str, Any]], wanted: Sequence[Entrant]) -> tuple[str, dict[str, float]]:
     """The drafter that gains most over all temperatures, plain decoding where none gains, and what each gains.
 
-    Only drafters whose amount the policy chooses are compared. A gain is a speed over that of plain decoding.
+    Only drafters whose amount the policy chooses are compared, and only gains beyond noise, at some temperature,
+    recommend one. A gain is a speed over that of plain decoding.
     """
-    gains = {}
+    gains, sure = {}, {PLAIN: 0.0}
     for name in (entrant.name for entrant in wanted if entrant.num_fixed is None):
-        speedups = [row["speedup"] for run in runs for row in run["rows"] if row["drafter"] == name]
-        if speedups and all(speedups):
-            gains[name] = round(geometric_mean(speedups), 3)
-    best = max(gains, key=gains.__getitem__, default=PLAIN)
-    return (best if gains.get(best, 0.0) > 1.0 else PLAIN), gains
+        rows = [row for run in runs for row in run["rows"] if row["drafter"] == name]
+        if rows and all(row["speedup"] for row in rows):
+            gains[name] = round(geometric_mean([row["speedup"] for row in rows]), 3)
+            if gains[name] > 1.0 and not all(row["within_noise"] for row in rows):
+                sure[name] = gains[name]
+    return max(sure, key=sure.__getitem__), gains
 
 
 def _competes(fixed: Entrant, entrant: Entrant) -> bool:

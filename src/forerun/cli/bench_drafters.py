@@ -217,5 +217,5 @@ def _show(report: dict[str, Any], paths: Sequence[Path]) -> None:
     out().print("report: " + ", ".join(str(path) for path in paths), soft_wrap=True)
     if "recommended" in report:
         gain = report["gains"].get(report["recommended"])
-        said = f"{gain:.2f} times plain decoding" if gain else "no drafter gains on these prompts"
+        said = f"{gain:.2f} times plain decoding" if gain else "no drafter gains beyond noise on these prompts"
         out().print(f"recommended: --drafter {report['recommended']}, {said}", soft_wrap=True)

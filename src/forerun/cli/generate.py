@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,6 +90,8 @@ def generate(asked: AskedText, sampling: FullSampling, drafting: opt.Drafting, l
     name, prompt = model_and_prompt(asked.arguments or [], asked.model, asked.file)
     sampling.params({})  # checks the options before anything is loaded
     prediction = None if asked.prediction is None else read_file(asked.prediction, "the prediction")
+    if prediction is not None and drafting.drafter is None:  # the usual drafter of a model may read none
+        drafting = replace(drafting, drafter="auto")
     llm = open_to_answer(name, sampling, drafting, loading, max_num_seqs=sampling.n)
     note_sampling(llm, sampling.given())
     with closing(llm):

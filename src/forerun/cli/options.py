@@ -167,7 +167,12 @@ class Drafting(DraftSizes):
 
     drafter: DrafterName = None
     adaptive: Adaptive = True
-    keep_learned: Annotated[bool, _option("Keep what the policy learns for later runs.", DRAFTING)] = True
+    keep_learned: Annotated[
+        bool,
+        _option(
+            "Keep what the policy learns, and token ids of answers that suffix copies from, for later runs.", DRAFTING
+        ),
+    ] = True
     verification: Verification = "coupled"
 
     def of(self, model: str) -> dict[str, Any]:

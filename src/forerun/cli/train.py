@@ -207,12 +207,15 @@ def vocabulary(
     ],
     target: Target,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the list goes: FILE.json, or FILE.pt for SGLang.")],
-    size: Annotated[int, typer.Option(help="Tokens of the list.")] = 32768,
+    size: Annotated[
+        int | None, typer.Option(help="Tokens of the list. Default: 32768, or all tokens of a smaller vocabulary.")
+    ] = None,
 ) -> None:
     """List the tokens that are most frequent in texts: the only ones drafters propose with --draft-vocabulary."""
     from forerun.training.heads.token_list import count_texts, write_list
 
     counts = count_texts(texts, target)
+    size = min(32768, len(counts)) if size is None else size
     covered = write_list(out, counts, size)
     typer.echo(f"{size} of {len(counts)} tokens written to {out}: {covered:.2%} of the tokens of these texts")
 

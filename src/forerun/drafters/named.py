@@ -57,6 +57,8 @@ def _config(target: str, text: str, draft_model: str | None, given: Mapping[str,
 def read(text: str) -> tuple[DrafterSpec, str]:
     """The spec of the drafter named, and the text after the "=". Raises ConfigError where there is none."""
     name, _, rest = text.partition("=")
+    if name == AUTO and rest:
+        raise ConfigError(f"auto chooses its drafters itself; to add a model write --drafter auto --draft-model {rest}")
     return (portfolio.SPEC if name == AUTO else spec_of(name)), rest
 
 

@@ -257,7 +257,7 @@ def _mask_token(fields: Fields) -> int | None:
 
 def ignored_fields(raw: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     """Fields of a config.json that can be read which forerun does not know, and nothing in whose names is telling."""
-    return tuple(sorted(_unknown(family.respelled(raw), family) - {"quantization_config"}))
+    return tuple(sorted(_unknown(family.respelled(raw), family) - {"quantization_config", *MASK_TOKENS}))
 
 
 def _refuse_unknown(raw: Mapping[str, Any], family: Family) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 from forerun.errors import ConfigError, DataError
 from forerun.models.overview import look_at
 from forerun.training.data import strings_in
-from forerun.weights.corpus import CorpusSize, write_corpus
+from forerun.training.heads.answers import check_vocabulary
+from forerun.weights.corpus import CorpusSize, fingerprint, write_corpus
 from forerun.weights.tokenizer import Tokenizer
 
 ANSWERS = ".answers"
@@ -50,7 +51,7 @@ def texts_of(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
     except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read text from {path}: {getattr(error, 'strerror', None) or error}") from error
     if kind == ANSWERS:
-        yield from _answers(text, path, tokenizer.vocab_size)
+        yield from _answers(text, path, tokenizer)
         return
     for each in strings_in(_records(text, kind, path)) if kind in RECORDS else (text,):
         ids = tokenizer.encode(each, add_special_tokens=False)
@@ -73,12 +74,14 @@ def _records(text: str, kind: str, path: Path) -> Any:
         raise DataError(f"{path} is not valid {kind}: {error}; repair the file") from error
 
 
-def _answers(text: str, path: Path, vocab_size: int) -> Iterator[list[int]]:
+def _answers(text: str, path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    vocab_size = tokenizer.vocab_size
     try:
-        lines = [json.loads(line) for line in text.splitlines()[1:]]
+        about, *lines = [json.loads(line) for line in text.splitlines()]
         texts = [[int(token) for token in (*line["prompt"], *line["answer"])] for line in lines]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is no file of answers: {error}; write one with `forerun train answers`") from error
+    check_vocabulary(path, about, fingerprint(tokenizer))
     strange = [token for ids in texts for token in ids if not 0 <= token < vocab_size]
     if strange:
         raise DataError(f"{path} holds token id {strange[0]}, the tokenizer knows 0 to {vocab_size - 1}")

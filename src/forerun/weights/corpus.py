@@ -102,7 +102,7 @@ def open_corpus(name: str, tokenizer: Tokenizer) -> Corpus:
     if about.get("vocabulary") != fingerprint(tokenizer):
         raise VocabularyError(
             f"the corpus {path} has the tokens of another tokenizer, that of {about.get('model')}: write one for this "
-            "model with `forerun train corpus --model`"
+            "model with `forerun train corpus --target`"
         )
     columns = np.memmap(path, _DTYPE, "r", ALIGN, (2, num))
     return Corpus(columns[0], columns[1])

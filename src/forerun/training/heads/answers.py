@@ -75,17 +75,19 @@ def first_rows(rows: Rows, max_tokens: int) -> Rows:
     return rows.take(np.flatnonzero(np.cumsum(rows.lens) <= max_tokens))
 
 
-def answer_file_rows(path: Path, vocab_size: int, max_tokens: int = 0) -> Rows:
-    """The rows of a file that `write_answers` has written, for any target and options.
+def answer_file_rows(path: Path, vocab_size: int, max_tokens: int = 0, vocabulary: str | None = None) -> Rows:
+    """The rows of a file that `write_answers` has written, with any options.
 
-    max_tokens: take the first prompts with answers up to so many tokens; 0 takes the whole file. Raises DataError for a
-    file that is something else, is empty, holds more in its first answer, or has ids outside the vocabulary.
+    max_tokens: take the first prompts with answers up to so many tokens; 0 takes the whole file. vocabulary: the
+    tokenizer's `weights.corpus.fingerprint`, None: not compared. Raises DataError for a file that is something else, is
+    empty, holds more in its first answer, has the tokens of another tokenizer or ids outside the vocabulary.
     """
     try:
-        _about, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        about, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         rows = first_rows(rows_of_lines(lines), max_tokens) if max_tokens else rows_of_lines(lines)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is no file of answers: {error}; write one with `forerun train answers`") from error
+    check_vocabulary(path, about, vocabulary)
     if not len(rows):
         more = f" within --data-tokens {max_tokens}; raise that, or" if max_tokens else ";"
         raise DataError(f"{path} holds no answer{more} write it anew with `forerun train answers`")
@@ -93,6 +95,16 @@ def answer_file_rows(path: Path, vocab_size: int, max_tokens: int = 0) -> Rows:
     if highest >= vocab_size:
         raise DataError(f"{path} holds token id {highest}, the target knows 0 to {vocab_size - 1}: was it made for it?")
     return rows
+
+
+def check_vocabulary(path: Path, about: Any, vocabulary: str | None) -> None:
+    """Raise DataError where the first line of an answers file tells of another tokenizer; older files do not tell."""
+    told = about.get("vocabulary") if isinstance(about, dict) else None
+    if vocabulary is not None and told not in (None, vocabulary):
+        raise DataError(
+            f"{path} has answers of {about.get('target')}, in tokens of another tokenizer than the target's: let this "
+            "target answer the prompts, by `forerun train answers --target`"
+        )
 
 
 def read_lines(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:

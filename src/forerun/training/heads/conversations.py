@@ -19,6 +19,7 @@ from forerun.training.heads.config import check_at_least_one
 from forerun.training.heads.prompts import read_file
 from forerun.training.heads.rows import Rows
 from forerun.training.heads.sequences import fingerprint
+from forerun.weights.corpus import fingerprint as vocabulary_of
 from forerun.weights.tokenizer import Tokenizer
 
 ENDING = ".answers"
@@ -78,7 +79,7 @@ def answer_files(model: str, files: Sequence[Path], folder: Path, options: Answe
         paths.append(folder / f"turn{len(paths) + 1}{ENDING}")
         prompts = [tokenizer.encode_chat(spoken(talk))[-options.prompt_tokens :] for talk in talks]
         about = {"target": model, **asdict(options), "prompts": fingerprint(Rows.of(prompts, [0] * len(prompts)))}
-        about = {**about, "temperatures": list(options.temperatures)}
+        about = {**about, "temperatures": list(options.temperatures), "vocabulary": vocabulary_of(tokenizer)}
         write_answers(paths[-1], prompts, [talk.temperature for talk in talks], about, writer, report)
         answers = [line["answer"] for line in read_lines(paths[-1], about)]
         talks = [heard(talk, answer, tokenizer) for talk, answer in zip(talks, answers, strict=True) if talk.to_say[1:]]

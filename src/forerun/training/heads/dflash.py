@@ -130,12 +130,14 @@ class DFlashHead(Head):
         self.net.norm.weight = copied(target.final_norm.weight)
         self.embedding, self.output = Frozen(target.embedding), Frozen(target.head)
         self.tables = Tables(*rotary_tables(self.shape))
+        # It reads a number from the tokens, for which compiled code would stop with a warning.
+        self._chosen = torch.compiler.disable(self.entries)  # type: ignore[no-untyped-call]
 
     def features(self, states: States, ids: Tensor, answer: Tensor | None = None) -> list[Features]:
         """See `Head`."""
         context = self.net.hidden_norm(self.net.fc(torch.cat([states[layer] for layer in self.layers], dim=-1)))
         num_entries = ids.shape[1] - 2
-        entries = self.entries(ids, answer) if torch.is_grad_enabled() else torch.arange(num_entries, device=ids.device)
+        entries = self._chosen(ids, answer) if torch.is_grad_enabled() else torch.arange(num_entries, device=ids.device)
         starts = range(0, len(entries), BLOCKS_AT_ONCE)
         parts = (entries[first : first + BLOCKS_AT_ONCE] for first in starts)
         found = torch.cat([self.blocks(context, ids, part) for part in parts], dim=1)  # [batch, blocks, slots, hidden]

@@ -143,7 +143,8 @@ def hold_out(num_rows: int, num_heldout: int) -> tuple[Numbers, Numbers]:
     """Numbers of the rows to train on and of those held out, these evenly spread. Raises DataError if too few."""
     if num_rows < 2 * num_heldout:
         raise DataError(
-            f"{num_rows} sequences are too few to hold out {num_heldout}; give more data or lower data.heldout_prompts"
+            f"{num_rows} sequences are too few to hold out {num_heldout}, which takes {2 * num_heldout}: give more, "
+            "or lower heldout_prompts under [data] of a recipe (--recipe)"
         )
     held = np.arange(num_heldout, dtype=np.int64) * (num_rows // num_heldout)
     return np.setdiff1d(np.arange(num_rows, dtype=np.int64), held), held

@@ -21,6 +21,7 @@ from forerun.training.heads.prompts import read_prompts
 from forerun.training.heads.rows import Rows, hold_out, token_file_rows
 from forerun.training.heads.target import TrainingTarget
 from forerun.training.run_folder import clear
+from forerun.weights.corpus import fingerprint as vocabulary_of
 
 Report = Callable[[str], None]
 WRITTEN = (".bin", ".answers")  # files that hold what the target wrote
@@ -73,7 +74,9 @@ def from_written(recipe: HeadRecipe, job: HeadJob, target: TrainingTarget, repor
     """Rows of token files and packed answers; the prompts held out are those of answers, if there are any."""
     options, row_len, vocab_size = recipe.data, recipe.schedule.seq_len, target.shape.vocab_size
     most = options.max_tokens
-    answers = [answer_file_rows(path, vocab_size, most) for path in job.data if path.suffix == ".answers"]
+    files = [path for path in job.data if path.suffix == ".answers"]
+    vocabulary = vocabulary_of(load_tokenizer(job.target)) if files else None
+    answers = [answer_file_rows(path, vocab_size, most, vocabulary) for path in files]
     texts = [token_file_rows(path, row_len, vocab_size, most) for path in job.data if path.suffix == ".bin"]
     rows = Rows.join(answers or texts)
     check_lengths(rows, row_len, report)

@@ -20,6 +20,7 @@ from forerun.training.heads.answers import answer_file_rows
 from forerun.training.heads.prompts import read_file
 from forerun.training.heads.rows import token_file_rows
 from forerun.training.heads.vocabulary import frequent_tokens
+from forerun.weights.corpus import fingerprint
 
 
 def count_texts(files: Sequence[Path], model: str) -> Tensor:
@@ -31,7 +32,8 @@ def count_texts(files: Sequence[Path], model: str) -> Tensor:
     counts = torch.zeros(tokenizer.vocab_size, dtype=torch.int64)
     for path in files:
         if path.suffix == ".answers":
-            counts += answer_file_rows(path, len(counts)).counts(len(counts))
+            rows = answer_file_rows(path, len(counts), vocabulary=fingerprint(tokenizer))
+            counts += rows.counts(len(counts))
         elif path.suffix == ".bin":
             row_len = max(path.stat().st_size // 2, 1) if path.is_file() else 1  # one row: all of it counts
             counts += token_file_rows(path, row_len, len(counts), 0).counts(len(counts))
