@@ -46,7 +46,8 @@ def test_a_report_is_written(run_json: Any, questions: str, tmp_path: Path, monk
         assert {row["drafter"] for row in run["against_fixed"]} == set(names[1:3])
     assert "2 prompts of spec-bench" in (folder / "report.md").read_text("utf-8") and report["pass_ms"]["1"] > 0
     assert {"report.html", "report.md"} <= {path.name for path in folder.iterdir()}
-    best = {name: gain for name, gain in report["gains"].items() if gain > 1.0}
+    sure = {row["drafter"] for run in report["runs"] for row in run["rows"] if not row["within_noise"]}
+    best = {name: gain for name, gain in report["gains"].items() if gain > 1.0 and name in sure}
     assert set(report["gains"]) == set(names[1:3])
     assert report["recommended"] == (max(best, key=best.__getitem__) if best else "none")
     shown = run_json("inspect", "mini")["profile"]
