@@ -1,5 +1,7 @@
 """Renders the Helm chart without Helm, and writes the manifests of the documentation's sizes: python lab/chart.py
 
+`-f VALUES -o FILE` writes those of other values.
+
 Knows: the part of Go's template language, and those of Helm's functions, that the chart uses; anything else is an
 error, so that the chart cannot come to need more unnoticed. Does not know: what the manifests mean. `helm template`
 writes the same objects.
@@ -10,7 +12,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from hashlib import sha256
 from pathlib import Path
@@ -360,11 +363,33 @@ def manifests(values_file: Path) -> str:
     return f"{said}\n{made}\n" + yaml.safe_dump_all(rendered(values), sort_keys=False, width=120)
 
 
-def main() -> None:
-    """Write the manifests of every size."""
-    for path in sorted(SIZES.glob("*.yaml")):
-        (MANIFESTS / path.name).write_text(manifests(path), "utf-8")
-        print(MANIFESTS / path.name, file=sys.stderr)
+def of_values(files: Sequence[Path]) -> str:
+    """The manifests of these values, of which a later file's stand over those before. Raises OSError, as `rendered`."""
+    values: Any = {}
+    for file in files:
+        values = merged(values, yaml.safe_load(file.read_text("utf-8")) or {})
+    return str(yaml.safe_dump_all(rendered(values), sort_keys=False, width=120))
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Write the manifests of every size, or those of other values."""
+    parser = ArgumentParser(description="Renders the Helm chart without Helm. Without options: deploy/kubernetes anew.")
+    parser.add_argument("-f", "--values", metavar="VALUES", type=Path, action="append",
+                        help="values over the chart's own; repeatable, later ones stand over earlier ones")  # fmt: skip
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="where to write them; printed unless given")
+    options = parser.parse_args(given)
+    if options.values is None:
+        if options.output is not None:
+            parser.error("-o goes together with -f VALUES: give both, or neither")
+        for path in sorted(SIZES.glob("*.yaml")):
+            (MANIFESTS / path.name).write_text(manifests(path), "utf-8")
+            print(MANIFESTS / path.name, file=sys.stderr)
+        return
+    try:
+        text = of_values(options.values)
+        sys.stdout.write(text) if options.output is None else options.output.write_text(text, "utf-8")
+    except (OSError, TemplateError, yaml.YAMLError, jsonschema.ValidationError) as error:
+        parser.error(str(error).partition("\n")[0])
 
 
 if __name__ == "__main__":

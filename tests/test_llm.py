@@ -66,6 +66,16 @@ def test_implementation_can_be_insisted_on() -> None:
         LLM("mini", implementation="other")
 
 
+def test_an_option_that_does_not_exist_and_a_block_that_closes() -> None:
+    with pytest.raises(ConfigError, match="unknown option tensor_parallel_size; .*did you mean tensor_parallel"):
+        LLM("mini", tensor_parallel_size=2)
+    with pytest.raises(ZeroDivisionError), LLM("mini", max_model_len=64) as llm:
+        closed = list[bool]()
+        llm.close = lambda: closed.append(True)  # type: ignore[method-assign]
+        raise ZeroDivisionError
+    assert closed == [True]
+
+
 def test_unseeded_requests_differ_and_report_their_seed() -> None:
     llm = mini.plain()
     a, b = llm.generate(["A", "A"], SamplingParams(max_tokens=12, ignore_eos=True))

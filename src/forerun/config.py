@@ -255,6 +255,17 @@ def exchange_settings(is_local: bool) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+def use_ray_token(home: Path | None = None) -> bool:
+    """Have Ray send its token if there is one -> whether it does; what RAY_AUTH_MODE says already stands.
+
+    Before Ray is imported. home: the user's folder.
+    """
+    is_given = bool(os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"))
+    if is_given or ((home or Path("~").expanduser()) / ".ray" / "auth_token").is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+
+
 def follows(num_ranks: int) -> bool:
     """Whether this process was launched as one of so many that does what another one says."""
     place = launched_rank() if num_ranks > 1 else None

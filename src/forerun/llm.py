@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -81,6 +81,13 @@ class LLM(Frontend):
         """End the processes of other ranks, where there are any, for all engines on these weights."""
         if self._shared.crew is not None:
             self._shared.crew.close()
+
+    def __enter__(self) -> Self:
+        """`with LLM(...) as llm:` closes it at the end of the block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def on_rank_lost(self, tell: Callable[[RankLost], None]) -> None:
         """Have `tell` called, on another thread, when another rank is lost; this engine cannot go on then."""

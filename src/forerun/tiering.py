@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from math import ceil
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -119,7 +120,7 @@ def _check_room(config: EngineConfig, spill: Spill, num_ranks: int) -> None:
         if tier.max_bytes < least:
             raise ConfigError(
                 f"kv_{tier.name}_gib leaves {tier.max_bytes / 2**20:.1f} MiB, but {LEAST_BLOCKS} blocks of "
-                f"{config.model} take {least / 2**20:.1f}: give at least {least / 2**30:.3f}"
+                f"{config.model} take {least / 2**20:.1f}: give at least {ceil(least / 2**30 * 1000) / 1000:.3f}"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,11 @@ def test_an_address_that_is_taken_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kv_events: cannot use"):
         KVEvents("nonsense")
     first.close()
+    with (
+        socket.create_server(("", 0)) as taken,
+        pytest.raises(ConfigError, match=r"in use.*; give a port that is free$"),
+    ):
+        KVEvents(f"tcp://*:{taken.getsockname()[1]}")
 
 
 def test_without_a_listener_there_are_no_keys() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,11 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
 
 from forerun.cli import deploy as deploy_command
+from forerun.config import use_ray_token
 from forerun.errors import ConfigError
 from forerun.replicas.deployment import Http as HttpConfig
+from forerun.server.ray_token import FIRST_CALL, asks_for_token, send_token
+from forerun.server.ray_token import refused as refused_by_ray
 
 
 @pytest.fixture
@@ -82,11 +87,11 @@ def test_a_start_can_be_interrupted(
 ) -> None:
     ended: list[str] = []
 
-    def start(deployment: Any, name: str) -> None:
+    def start(*given: Any) -> None:
         signal.raise_signal(number)
         time.sleep(5)
 
-    for name in ("_import_ray", "_fetch", "_check_reachable"):
+    for name in ("_import_ray", "_send_token", "_fetch", "_check_reachable"):
         monkeypatch.setattr(deploy_command, name, lambda *given: None)
     monkeypatch.setattr(deploy_command, "_cluster", lambda *given: nullcontext())
     monkeypatch.setattr(deploy_command, "_run", start)
@@ -104,4 +109,66 @@ def test_a_port_that_is_taken(run: Any, file: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         file.write_text(f"model: mini\nhttp: {{port: {port}}}\n")
-        assert f"cannot listen on 127.0.0.1 port {port}" in refused(run, str(file))
+        told = refused(run, str(file))
+        assert f"cannot listen on 127.0.0.1 port {port}" in told and "under http:" in told and "--port" not in told
+
+
+def test_a_replica_that_cannot_start_is_quoted() -> None:
+    said = """The deployment failed to start 3 times in a row. See controller logs for details. Error:
+RuntimeError: Traceback (most recent call last):
+NotADirectoryError: [Errno 20] Not a directory: '/x'
+
+The above exception was the direct cause of the following exception:
+    raise ConfigError(f"kv_disk: cannot write")
+forerun.errors.ConfigError: kv_disk: cannot write in the folder /x; choose another
+"""
+    assert deploy_command.reason(said) == "ConfigError: kv_disk: cannot write in the folder /x; choose another"
+    assert deploy_command.reason("") is None and deploy_command.reason("Updating: 1 of 2 is there.") is None
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_token_of_ray_is_used_where_there_is_one(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # so that what is set below is undone
+        monkeypatch.delenv(name)
+    if there:
+        (tmp_path / ".ray").mkdir()
+        (tmp_path / ".ray" / "auth_token").write_text("0" * 32)
+    assert use_ray_token(tmp_path) == there
+    assert os.environ.get("RAY_AUTH_MODE") == ("token" if there else None)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 32)
+    assert not use_ray_token(tmp_path) and os.environ["RAY_AUTH_MODE"] == "disabled"
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_token_is_for_clusters_that_ask_for_one(asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    grpc = pytest.importorskip("grpc", reason="the extra 'ray' is not installed")
+
+    def answer(_: bytes, context: Any) -> bytes:
+        if asks:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+        return b""
+
+    service, method = FIRST_CALL.strip("/").split("/")
+    handlers = {method: grpc.unary_unary_rpc_method_handler(answer)}
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        assert asks_for_token(address) == asks
+        monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+        with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN") if asks else nullcontext():
+            send_token(address)
+    finally:
+        server.stop(None)
+
+
+def test_a_cluster_that_asks_for_another_token_is_recognised() -> None:
+    for said in ("InvalidAuthToken: Authentication token is missing", "Failed to connect to Ray cluster at h:1"):
+        told = refused_by_ray("h:1", ConnectionError(said)) or ""
+        assert "the Ray cluster at h:1 does not let" in told and "RAY_AUTH_TOKEN" in told and said in told
+    assert refused_by_ray("auto", ConnectionError("Could not find any running Ray instance")) is None

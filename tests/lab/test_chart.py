@@ -15,7 +15,7 @@ import pytest
 import typer
 import yaml
 
-from chart import CHART, MANIFESTS, ROOT, SIZES, ChartTemplates, TemplateError, manifests, merged, notes, rendered
+from chart import CHART, MANIFESTS, ROOT, SIZES, ChartTemplates, TemplateError, main, manifests, merged, notes, rendered
 from forerun.cli.app import app
 from forerun.server.gate import HEALTH, OPEN_PATHS
 from forerun.server.run import FLUSH_S
@@ -238,6 +238,25 @@ def test_templates_that_are_wrong_are_not_rendered(template: str) -> None:
     renderer, values = ChartTemplates(), {"a": "text"}
     with pytest.raises((TemplateError, KeyError)):
         renderer.run(renderer.parse(template), values, {"$": values})
+
+
+def test_the_command_writes_what_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in MANIFESTS.iterdir()}
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0 and "-f VALUES" in capsys.readouterr().out
+    own = tmp_path / "own.yaml"
+    own.write_text("image: {repository: registry.example/forerun}\n")
+    main(["-f", str(SIZES / "one-box.yaml"), "-f", str(own), "-o", str(tmp_path / "out.yaml")])
+    text = (tmp_path / "out.yaml").read_text()
+    usual = (MANIFESTS / "one-box.yaml").read_text()
+    assert "image: registry.example/forerun:" in text
+    assert [*yaml.safe_load_all(text.replace("registry.example/", ""))] == [*yaml.safe_load_all(usual)]
+    for wrong in (["-o", "x"], ["-f", str(tmp_path / "nothing.yaml")]):
+        with pytest.raises(SystemExit) as ended:
+            main(wrong)
+        assert ended.value.code == 2
+    assert before == {path: path.stat().st_mtime_ns for path in MANIFESTS.iterdir()}
 
 
 def test_values_are_merged_as_helm_does() -> None:

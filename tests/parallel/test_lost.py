@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from forerun import SamplingParams
 from forerun.errors import ConfigError, RankLost, ResourceError
+from forerun.runtime.parallel.crew import how_ended
 from tests.models import factory
 from tests.parallel.test_ranks import WORKER, folder, open_llm, tokens
 from tests.support.processes import own_processes
@@ -29,10 +31,36 @@ def test_a_port_that_is_taken_and_a_rank_that_does_not_come_are_named(
         port = taken.getsockname()[1]
         for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
-        with pytest.raises(ConfigError, match=f"MASTER_PORT {port} .* the port free for it"):
+        with pytest.raises(ConfigError, match=f"MASTER_PORT {port} .* is the port free"):
             open_llm(folder, pipeline_parallel=2)
     with pytest.raises(RankLost, match="rank 1 did not come within 1 s: start the same command with RANK 1"):
         open_llm(folder, pipeline_parallel=2, rank_start_s=1)
+
+
+def test_a_rank_with_other_options_hears_why_all_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "forerun.cli", "generate", str(folder), "--pipeline-parallel", "2", "--drafter"]
+    other = subprocess.Popen(
+        [*command, "none", "--dtype", "bfloat16", "Hello"], env={**os.environ, **place, "RANK": "1"},
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        for name, value in {**place, "RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match="rank 1 on .* was started with "):
+            open_llm(folder, pipeline_parallel=2)
+        _, said = other.communicate(timeout=30)
+    finally:
+        other.kill()
+    told = " ".join(said.split())
+    assert "rank 1 ends with rank 0, which says: rank 1 on " in told and "was started with " in told, said
+
+
+def test_the_signal_that_ended_a_process_is_named() -> None:
+    for code, said in (("import os; os.kill(os.getpid(), 9)", r"killed by signal 9 \(out of memory\?\)"), ("", "")):
+        assert re.fullmatch(said, how_ended(subprocess.Popen([sys.executable, "-c", code])))
 
 
 def test_ranks_that_compute_something_else_are_noticed(folder: Path) -> None:
@@ -58,7 +86,8 @@ def test_a_lost_rank_ends_all(folder: Path, kind: signal.Signals, divided: str) 
         [worker] = own_processes(WORKER)
         os.kill(worker, kind)
         begun = time.monotonic()
-        with pytest.raises(RankLost, match="rank 1 on "):
+        why = r"killed by signal 9 \(out of memory\?\)" if kind == signal.SIGKILL else ""
+        with pytest.raises(RankLost, match=f"rank 1 on .* is lost: {why}"):
             tokens(llm)
         assert time.monotonic() - begun < 10
         assert len(lost) == 1

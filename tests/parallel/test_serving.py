@@ -58,6 +58,29 @@ def test_a_killed_rank_ends_the_server(tmp_path: Path) -> None:
     assert not own_processes("forerun.runtime.parallel")
 
 
+def test_a_batch_that_loses_a_rank_says_so_last(tmp_path: Path) -> None:
+    folder = tiny.write_llama(tmp_path, tiny.random_layers(2))
+    factory.write_tokenizer(folder)
+    body = {"model": "m", "prompt": "abc", "max_tokens": 400, "ignore_eos": True}
+    rows = [{"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body} for i in range(400)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--any-model", "--drafter", "none", "--threads", "1", "--pipeline-parallel", "2", "--max-num-seqs", "1"]
+    command = [sys.executable, "-m", "forerun.cli", "batch", "in.jsonl", "out.jsonl", "--model", str(folder), *options]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    try:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and process.poll() is None and not (tmp_path / "out.jsonl").exists():
+            time.sleep(0.05)
+        [worker] = _workers_of(process.pid)
+        os.kill(worker, signal.SIGKILL)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    last = " ".join(said[said.rindex("error: ") :].split())
+    assert "rank 1 on " in last and "is lost: killed by signal 9 (out of memory?)" in last, said
+    assert "--resume goes on" in last and not (tmp_path / "out.jsonl.lock").exists(), said
+
+
 def _workers_of(parent: int) -> list[int]:
     found = [path for path in Path("/proc").glob("[0-9]*") if "forerun.runtime.parallel" in _read(path / "cmdline")]
     parents = {int(path.name): _read(path / "stat").rpartition(")")[2].split()[1:2] for path in found}

@@ -24,7 +24,7 @@ import forerun.opening
 from forerun.cli.app import app as cli
 from forerun.errors import ConfigError, DataError, ResourceError
 from forerun.models.loader import load_model
-from forerun.server.batch_files import AnswerFile, BatchInput, errors_path, open_answers
+from forerun.server.batch_files import AnswerFile, BatchInput, errors_path, made_with_path, open_answers
 from forerun.server.batches import (
     MAX_DEPTH,
     BadRow,
@@ -149,12 +149,41 @@ def test_bad_rows_are_named_and_the_others_answered(batch: Callable[..., Any], t
         assert sum(words in message for message in told) == (
             3 if words == "1 to 512 characters" else 2 if "8000" in words else 1
         ), words
+    by_id = dict(zip((e["custom_id"] for e in errors), told, strict=True))
+    assert "--any-model or --served-model-name" in by_id["model"] and "--unknown-fields" not in by_id["field"]
     assert "0 rows answered" in batch(given, path, "--resume", "--max-row-bytes", 8000).stdout
     assert len(lines(errors_path(path))) == 15
     write(given, [chat_row("good"), chat_row("model"), chat_row("also good")])
     assert "0 rows answered" in batch(given, path, "--resume").stdout
     assert "1 rows answered" in batch(given, path, "--resume", "--retry-errors").stdout
     assert not errors_path(path).exists()
+
+
+def test_a_file_goes_on_only_with_the_seed_and_model_it_was_begun_with(
+    batch: Callable[..., Any], tmp_path: Path
+) -> None:
+    given, path = write(tmp_path / "in.jsonl", [chat_row("a"), chat_row("b")]), tmp_path / "out.jsonl"
+    batch(given, path, "--seed", 4)
+    whole = path.read_bytes()
+    path.write_bytes(lines_of(path)[0])
+    for options, words in {
+        ("--seed", 5): "with --seed 4, this run has 5",
+        ("--model", "other"): "--model mini",
+    }.items():
+        said = " ".join(batch(given, path, "--resume", "--seed", 4, *options, status=2).output.split())
+        assert words in said and "choose another path" in said
+    batch(given, path, "--resume", "--seed", 4)
+    assert path.read_bytes() == whole
+    made_with_path(path).unlink()
+    path.write_bytes(lines_of(path)[0])
+    batch(given, path, "--resume", "--seed", 5)  # nothing says what it was begun with
+    assert len(lines(path)) == 2 and not made_with_path(path).exists()
+
+
+def test_a_file_without_rows_has_a_file_of_answers(batch: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    batch(write(tmp_path / "in.jsonl", []), path)
+    assert path.read_bytes() == b"" and not Path(f"{path}.lock").exists()
 
 
 def test_rows_may_name_any_model_if_that_is_wanted(batch: Callable[..., Any], tmp_path: Path) -> None:
@@ -384,6 +413,7 @@ def test_a_full_disk_leaves_whole_lines(batch: Callable[..., Any], tmp_path: Pat
     with longest_file(4 * len(whole[0])):
         said = " ".join(batch(given, path, status=2).output.split())
     assert "cannot write" in said and "make room, then go on with --resume" in said
+    assert not Path(f"{path}.lock").exists()
     before = lines_of(path)
     assert 0 < len(before) < 9 and all(line.endswith(b"\n") for line in before)
     batch(given, path, "--resume")

@@ -70,7 +70,9 @@ class KVEvents:
             if replay is not None:
                 replay.close(linger=0)
             where = endpoint if replay is None else f"{endpoint} and {replay_endpoint}"
-            raise ConfigError(f"kv_events: cannot use {where}: {error}; give another, such as tcp://*:5557") from error
+            is_taken = error.errno == zmq.EADDRINUSE
+            advice = "a port that is free" if is_taken else "an address of this machine, such as tcp://*:5557"
+            raise ConfigError(f"kv_events: cannot use {where}: {error}; give {advice}") from error
         self._events: SimpleQueue[Event | None] = SimpleQueue()
         self._events.put({"type": "AllBlocksCleared"})
         sender = _Sender(publisher, replay, topic.encode(), self._events)

@@ -73,17 +73,22 @@ def batch(files: Files, cluster: OnCluster, engine: ServedEngine, drafting: Serv
     """Answer a file of requests, many at a time. The answers depend on the rows and --seed alone."""
     import asyncio
 
-    from forerun.server.batch_files import BatchInput, open_answers
+    from forerun.server.batch_files import BatchInput, MadeWith, open_answers
 
     name, shard = opt.chosen_model(None, files.model), _shard(files.shard)
     _check(files, cluster, drafting)
     with _locked(files.answers):
-        output = open_answers(files.answers, files.resume, files.retry_errors)
+        output, made_with = open_answers(files.answers, files.resume, files.retry_errors), MadeWith(name, engine.seed)
+        if goes_on := output.exists():
+            made_with.check(files.answers)
         rows = BatchInput.scan(files.rows, files.max_row_bytes, shard, output.ids)
         answering = _answering(name, files, cluster, engine, drafting) if rows.places else None
 
         def begin() -> None:
             """Once there is an engine: what earlier runs could not do is forgotten, or remains."""
+            if not goes_on:
+                made_with.keep(files.answers)
+            output.answers.begin()
             if files.retry_errors:
                 output.errors.forget()
             for bad in rows.bad:
@@ -132,9 +137,11 @@ def _locked(answers: Path) -> Iterator[None]:
     lock = FileLock(f"{answers}.lock", timeout=0)
     try:
         with lock:
-            yield
-            with suppress(OSError):
-                Path(lock.lock_file).unlink()  # while it is held: nobody else can hold it when it is gone
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    Path(lock.lock_file).unlink()  # while it is held: nobody else can hold it when it is gone
     except Timeout as error:
         raise ConfigError(f"another process is writing {answers}: wait for it, or choose another path") from error
 

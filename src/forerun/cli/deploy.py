@@ -6,11 +6,12 @@ Knows: clusters, addresses, when to stop. Does not know: replicas, requests.
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 CONNECT_S = 5.0  # for a cluster's address to answer
 APPLICATION = "forerun"
+TAKEN = "write another host or port under http: into the file"
 
 File = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="What to deploy; see docs/several-machines.md.")]
 Cluster = Annotated[
@@ -47,12 +49,14 @@ def deploy(file: File, address: Cluster = None, name: Application = APPLICATION,
     deployment = _read(file)
     if address not in (None, "auto"):
         _check_reachable(address or "")
+    if address is not None:
+        _send_token(address)
     _import_ray()
     _fetch(deployment)
-    with _cluster(address, deployment):
+    with _cluster(address, deployment) as more:
         try:
             with _interruptible():
-                _run(deployment, name)
+                _run(deployment, name, more)
         except (KeyboardInterrupt, SystemExit):
             if not detach:
                 _end(name)
@@ -71,6 +75,12 @@ def _read(file: Path) -> Deployment:
     except ImportError as error:
         raise _extra_missing(error) from error
     return read_deployment(file)
+
+
+def _send_token(address: str) -> None:
+    from forerun.server.ray_token import send_token
+
+    send_token(address)
 
 
 def _import_ray() -> None:
@@ -93,27 +103,30 @@ def _fetch(deployment: Deployment) -> None:
 
 
 @contextmanager
-def _cluster(address: str | None, deployment: Deployment) -> Iterator[None]:
-    """Connected to a cluster where Serve listens; one that was started here ends with the block."""
+def _cluster(address: str | None, deployment: Deployment) -> Iterator[str]:
+    """Connected to a cluster where Serve listens -> what says more; one that was started here ends with the block."""
     import ray
     from ray import serve
 
+    from forerun.server.ray_token import refused
+
     if address is None:
-        check_address(deployment.http.host, deployment.http.port)
+        check_address(deployment.http.host, deployment.http.port, TAKEN)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "include_dashboard": False}
     try:
-        ray.init(address=address or "local", **(quiet if address is None else {"log_to_driver": False}))
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"there is no Ray cluster to connect to at {address}: {_line(error)}; start one with "
-                          "`ray start --head`, or leave --address out")  from error  # fmt: skip
+        begun = ray.init(address=address or "local", **(quiet if address is None else {"log_to_driver": False}))
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        none = f"there is no Ray cluster to connect to at {address}: {_line(error)}; start one with "
+        none += "`ray start --head`, or leave --address out"
+        raise ConfigError(refused(address, error) or none) from error
     try:
         check_room(deployment, ray.cluster_resources(), own=address is None)
         if serve.status().proxies:
             check_listening(deployment, serve.context._get_global_client().http_config)
         else:
-            check_address(deployment.http.host, deployment.http.port)
+            check_address(deployment.http.host, deployment.http.port, TAKEN)
             serve.start(http_options={"host": deployment.http.host, "port": deployment.http.port})
-        yield
+        yield "`serve status`" if address else f"the folder {begun.address_info['session_dir']}/logs/serve"
     finally:
         if address is None:
             serve.shutdown()
@@ -158,7 +171,7 @@ def check_listening(deployment: Deployment, real: Any) -> None:
         )
 
 
-def _run(deployment: Deployment, name: str) -> None:
+def _run(deployment: Deployment, name: str, more: str) -> None:
     from ray import serve
 
     from forerun.replicas.on_ray import build
@@ -166,7 +179,23 @@ def _run(deployment: Deployment, name: str) -> None:
     try:
         serve.run(build(deployment), name=name)
     except RuntimeError as error:
-        raise ConfigError(f"the deployment did not start: {_line(error)}; `serve status` says more") from error
+        raise ConfigError(f"the deployment did not start: {_why(name) or _line(error)}; {more} says more") from error
+
+
+def _why(name: str) -> str | None:
+    """The error of the first deployment of an application that has one."""
+    from ray import serve
+
+    with suppress(Exception):  # Serve may have ended, too
+        deployments = serve.status().applications[name].deployments.values()
+        return next(filter(None, (reason(each.message) for each in deployments)), None)
+    return None
+
+
+def reason(message: str) -> str | None:
+    """The last error of the traceback in what Ray Serve says of a deployment; None where there is none."""
+    errors = re.findall(r"^(?:\w+\.)*(\w+(?:Error|Exception|Lost): .+)$", message, re.MULTILINE)
+    return _line(errors[-1]) if errors else None
 
 
 def _end(name: str) -> None:

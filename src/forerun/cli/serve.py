@@ -229,7 +229,7 @@ def _read_keys(path: Path) -> list[str]:
     return keys
 
 
-def check_address(host: str, port: int) -> None:
+def check_address(host: str, port: int, advice: str = "choose another --port or --host") -> None:
     """Raises ConfigError for a port that is invalid or taken, and for an address this machine does not have."""
     if not 0 <= port <= LARGEST_PORT:
         raise ConfigError(f"--port must be from 0 (takes a free one) to {LARGEST_PORT}; got {port}")
@@ -239,9 +239,7 @@ def check_address(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host} port {port}: {error.strerror}; choose another --port or --host"
-            ) from error
+            raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; {advice}") from error
 
 
 def _tls(certificate: Path | None, key: Path | None) -> dict[str, Any]:

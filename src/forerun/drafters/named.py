@@ -15,7 +15,7 @@ from forerun.config import DrafterConfig, EngineConfig
 from forerun.drafters import portfolio
 from forerun.drafters.base import DrafterSpec
 from forerun.drafters.registry import all_specs, check, drafter_of, spec_of
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, suggestion
 from forerun.weights.resolve import EMBEDDED
 
 AUTO = "auto"  # a portfolio of what the target offers
@@ -116,7 +116,8 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     unknown = sorted(set(options) - drafter_fields - engine_fields - {"drafter", "draft_model"})
     if unknown:
         allowed = sorted(drafter_fields | engine_fields | {"drafter", "draft_model"})
-        raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(allowed)}")
+        meant = suggestion(unknown[0], allowed)
+        raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(allowed)}{meant}")
     drafter = options.get("drafter") or "none"
     if isinstance(drafter, DrafterConfig):
         check(drafter)

@@ -20,7 +20,9 @@ from forerun.llm import LLM
 from forerun.server.settings import ServerSettings, names_of
 
 # Of ServerSettings: what has a field of its own here, and what needs one process that answers everything.
-NOT_SERVER = frozenset({"served_names", "api_keys", "allowed_hosts", "drain_s", "prefill_only", "allow_lora_loading"})
+NOT_SERVER = frozenset(
+    {"served_names", "api_keys", "allowed_hosts", "drain_s", "prefill_only", "allow_lora_loading", "in_batch"}
+)
 FILES = ("generation_config", "draft_vocabulary", "corpus")  # engine options that name one
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]

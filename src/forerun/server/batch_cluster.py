@@ -22,6 +22,7 @@ from forerun import __version__
 from forerun.errors import ConfigError, ForerunError
 from forerun.server.batch_engine import Answering, RowOptions, answering
 from forerun.server.batches import MAX_TRIES, Answered, AnswerRow, BatchRow, UnavailableError
+from forerun.server.ray_token import refused, send_token
 
 CONNECT_S: Final = 5.0  # for the cluster's port to answer
 MAX_COMPANY: Final = 2  # workers that a row may lose together with others; then it is asked alone, as it may be why
@@ -233,6 +234,7 @@ async def cluster_answering(
 
 def _connect(address: str) -> Any:
     """The module ray, connected."""
+    send_token(address)
     try:
         import ray
     except ImportError as error:
@@ -249,7 +251,7 @@ def _connect(address: str) -> Any:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, OverflowError, RuntimeError, ray.exceptions.RayError) as error:
-        raise ConfigError(f"{none} ({' '.join(str(error).split()):.300})") from error
+        raise ConfigError(refused(address, error) or f"{none} ({' '.join(str(error).split()):.300})") from error
     return ray
 
 

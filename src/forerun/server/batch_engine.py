@@ -50,7 +50,7 @@ async def answering(llm: LLM, options: RowOptions) -> AsyncIterator[Answering]:
     settings = ServerSettings(
         served_names=options.names, max_queue=options.num_at_once * SAMPLES, max_connections=options.num_at_once + 1,
         max_samples=SAMPLES, max_body_bytes=2 * options.max_row_bytes + (1 << 20), warm_grammars=False,
-        grammar_timeout_s=GRAMMAR_S,
+        grammar_timeout_s=GRAMMAR_S, in_batch=True,
     )  # fmt: skip
     settings.check_adapters(llm.adapters)
     app = create_app(llm, settings)

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
@@ -127,8 +127,9 @@ def _lines(path: Path, max_bytes: int) -> Iterator[tuple[_RowPlace, bytes | None
 class AnswerFile:
     """A file of answers, a line each, that always ends with a whole line."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, then: str = "") -> None:
+        """then: what to do when there is room again, as the end of an error."""
+        self.path, self._then = path, then
         self.ids: set[str] = set()  # of the answers it has
         self.num_new = 0
         self._file: FileIO | None = None
@@ -194,9 +195,18 @@ class AnswerFile:
                     self._file.truncate(end)  # a full disk may have taken a part of the line
                 raise
         except OSError as error:
-            told = f"cannot write {self.path}: {error.strerror or error}; make room, then go on with --resume"
-            raise ResourceError(told) from error
+            raise self._cannot_write(error) from error
         self.num_new += 1
+
+    def begin(self) -> None:
+        """Have the file there, though it may get no line. Raises ResourceError if it cannot be."""
+        try:
+            self.open()
+        except OSError as error:
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> ResourceError:
+        return ResourceError(f"cannot write {self.path}: {error.strerror or error}; make room{self._then}")
 
     def close(self) -> None:
         """Everything is on the disk when this returns. Raises ResourceError if it is not."""
@@ -206,7 +216,7 @@ class AnswerFile:
                 with file:
                     os.fsync(file.fileno())
             except OSError as error:
-                told = f"{self.path} may not be whole: {error.strerror or error}; make room, then go on with --resume"
+                told = f"{self.path} may not be whole: {error.strerror or error}; make room{self._then}"
                 raise ResourceError(told) from error
 
 
@@ -225,6 +235,10 @@ class BatchOutput:
     def ids(self) -> set[str]:
         """Those of all lines that were there when it was resumed."""
         return self.answers.ids | self.errors.ids
+
+    def exists(self) -> bool:
+        """Whether one of them is there."""
+        return self.answers.path.exists() or self.errors.path.exists()
 
     def resume(self, check: Callable[[], None] | None = None) -> None:
         """See `AnswerFile.resume`."""
@@ -252,9 +266,44 @@ def errors_path(answers: Path) -> Path:
     return answers.with_name(f"{answers.stem}.errors{answers.suffix}")
 
 
+@dataclass(frozen=True, slots=True)
+class MadeWith:
+    """What answers depend on besides their rows: it is kept beside them, so that a later run can compare."""
+
+    model: str  # as given
+    seed: int
+
+    def check(self, path: Path) -> None:
+        """Raise ConfigError if the file beside the answers in `path` says otherwise; none, or a torn one, does not."""
+        try:
+            before = MadeWith(**json.loads(made_with_path(path).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return
+        for name, now in asdict(self).items():
+            if (was := getattr(before, name)) != now:
+                raise ConfigError(
+                    f"{path} was begun with --{name} {was}, this run has {now}, whose answers differ: give --{name} "
+                    f"{was}, or choose another path (if both mean the same, delete {made_with_path(path)})"
+                )
+
+    def keep(self, path: Path) -> None:
+        """Write it beside the answers in `path`. Raises ResourceError."""
+        file = made_with_path(path)
+        try:
+            file.write_text(json.dumps(asdict(self)) + "\n", "utf-8")
+        except OSError as error:
+            raise ResourceError(f"cannot write {file}: {error.strerror or error}; make room") from error
+
+
+def made_with_path(answers: Path) -> Path:
+    """The file beside a file of answers that says what they were made with."""
+    return answers.with_name(f"{answers.name}.made-with")
+
+
 def open_answers(path: Path, resume: bool, retry_errors: bool) -> BatchOutput:
     """The files of answers and of errors. Raises ConfigError if they exist and are not to be added to."""
-    output = BatchOutput(AnswerFile(path), AnswerFile(errors_path(path)))
+    then = ", then go on with --resume"
+    output = BatchOutput(AnswerFile(path, then), AnswerFile(errors_path(path), then))
     if path.stem.endswith(".errors"):
         raise ConfigError(f"{path.name} is the name of a file of errors: choose another one for the answers")
     if retry_errors and not resume:

@@ -107,7 +107,8 @@ class ServerContext:
     def no_model(self, name: str) -> ApiError:
         """The error for a model or adapter that is not served here."""
         listed = ", ".join(self.names)
-        return ApiError(404, f"there is no model {name[:100]!r} here; there is {listed}", param="model",
+        how = " (--any-model or --served-model-name lets rows name another)" if self.settings.in_batch else ""
+        return ApiError(404, f"there is no model {name[:100]!r} here; there is {listed}{how}", param="model",
                         code="model_not_found")  # fmt: skip
 
     def check_body(self, body: Body) -> None:
@@ -120,7 +121,9 @@ class ServerContext:
             )
         unknown = dropped_fields(body)
         if unknown and self.settings.unknown_fields == "refuse":
-            hint = "leave it out, or let the server drop such fields (--unknown-fields ignore)"
+            hint = "leave it out"
+            if not self.settings.in_batch:
+                hint += ", or let the server drop such fields (--unknown-fields ignore)"
             raise ApiError(400, f"unknown field {unknown[0]!r}: {hint}", param=unknown[0], code="unknown_parameter")
         if unknown:
             log.warning("unknown fields of a request were dropped: %r", unknown)

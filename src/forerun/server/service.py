@@ -99,11 +99,11 @@ class EngineService:
         self._num_open = 0  # samples accepted and not ended; the event loop only
         self._usual_s = 1.0  # time a sample takes
         self._failures = 0
+        self._why_down = "the engine has stopped working; see /health"
         self._step_began: float | None = None  # None: none is under way
         self._closing = False  # nothing more is taken
         llm.on_rank_lost(self._lose)
-        self._stopping = False
-        self._ended = False  # the thread takes no more commands
+        self._stopping = self._ended = False  # the latter: the thread takes no more commands
         self._thread = Thread(target=self._run, name="forerun-engine", daemon=True)
 
     def deliver_meanwhile(self) -> None:
@@ -124,7 +124,7 @@ class EngineService:
 
     def _lose(self, error: RankLost) -> None:
         """Another rank of the model is lost: requests end with an error, and the server is unhealthy for good."""
-        self._failures = MAX_FAILURES
+        self._failures, self._why_down = MAX_FAILURES, str(error)
         answer = ApiError(503, str(error), code="rank_lost")
         self._commands.put(lambda: self._fail(list(self._streams.values()), answer))
 
@@ -177,7 +177,7 @@ class EngineService:
         if self._closing:
             raise _shutting_down()
         if not self.healthy:
-            raise ApiError(503, "the engine has stopped working; see /health", headers={"Retry-After": "30"})
+            raise ApiError(503, self._why_down, headers={"Retry-After": "30"})
         if (behind := self.num_behind(num_samples)) > self.settings.max_queue:
             wait_s = ceil(max(1.0, self._usual_s * behind / self.num_seats))
             raise ApiError(
@@ -333,7 +333,7 @@ class EngineService:
         log.error("a step of the engine failed", exc_info=error)
         answer = ApiError(500, "the engine failed on a step this request was part of", code="engine_error")
         if isinstance(error, RankLost):
-            answer = ApiError(503, str(error), code="rank_lost")
+            self._why_down, answer = str(error), ApiError(503, str(error), code="rank_lost")
         clean = [self._survives(self._deliver_last)]
         clean += [self._survives(partial(self._fail, [stream], answer)) for stream in list(self._streams.values())]
         if not all([*clean, self._survives(self.llm.engine.scheduler.check_integrity)]):

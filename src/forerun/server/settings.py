@@ -37,6 +37,7 @@ class ServerSettings:
     body_timeout_s: float = 30.0  # for the whole body to arrive
     grammar_timeout_s: float = 10.0  # for compiling a schema, regex or grammar
     warm_grammars: bool = True  # start the grammar compiler with the server, not with the first request for it
+    in_batch: bool = False  # of `forerun batch`: errors advise what that command has
     unknown_fields: str = "refuse"  # or "ignore": drop fields of requests that are not known here
     trust_request_chat_template: bool = False  # run templates sent in requests
     allow_lora_loading: bool = False  # /v1/load_lora_adapter reads folders of this machine that requests name

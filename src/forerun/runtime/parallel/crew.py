@@ -25,7 +25,7 @@ from forerun.errors import CheckpointError, ConfigError, ForerunError, RankLost
 from forerun.kernels.ranks import ALONE
 from forerun.models.adapted import LoraAdapter
 from forerun.runtime.parallel.exchange import Exchange, checksum_of
-from forerun.runtime.parallel.links import Link, LinkClosed, Watch
+from forerun.runtime.parallel.links import ENDED, Link, LinkClosed, Watch
 from forerun.runtime.parallel.messages import Kind, RankMessage
 from forerun.weights.identity import digest_of, stamps_of
 
@@ -33,6 +33,8 @@ CHECKED_EVERY = 64  # passes
 OPEN_LIMIT_S = 120.0  # for a follower to make room for an engine, or to read an adapter
 FLUSH_LIMIT_S: Final = 30.0  # for other ranks to write the blocks of KV that they were given
 _GRACE_S, _NAME_S = 5.0, 2.0  # for a blocked pass to end by itself, and for the watch to say who is lost
+_SIGKILL = 9  # which Windows does not name
+_REAP_S = 1.0  # for the status of a process whose connection has ended: less than the watch has to say it
 _RECEIVED = -1  # the logits as the leader got them, beside what ranks made
 EXIT_LOST = 1
 
@@ -233,7 +235,8 @@ class Crew:
             awaited[1].set_result(awaited[0])
 
     def _lost(self, rank: int, why: str) -> None:
-        self.fail(f"{self.name_of(rank)} is lost: {why}")
+        how = how_ended(self._workers[rank - 1]) if self._workers and why.startswith(ENDED) else ""
+        self.fail(f"{self.name_of(rank)} is lost: {how or why}")
 
     def digested(self, rank: int, number: int, digest: int) -> None:
         """A rank's check sum of what its stage made in a pass and of all that it was told before."""
@@ -322,6 +325,15 @@ class Crew:
         self._answer_nobody(RankLost("the ranks of this model were closed"))
         self.shards.close()
         self.exchange.close()
+
+
+def how_ended(process: subprocess.Popen[bytes]) -> str:
+    """Which signal has ended it, "" if none did."""
+    with suppress(subprocess.TimeoutExpired):
+        status = process.wait(_REAP_S)
+        if status < 0:
+            return f"killed by signal {-status}{' (out of memory?)' if status == -_SIGKILL else ''}"
+    return ""
 
 
 def digest_of_adapter(adapter: LoraAdapter) -> str:

@@ -28,6 +28,10 @@ class LinkClosed(Exception):
     """The other side has closed the connection, or what it sent is no message."""
 
 
+class AllEnd(LinkClosed):
+    """The other side has said why all ranks end."""
+
+
 def _closed(error: Exception) -> LinkClosed:
     return LinkClosed(f"{ENDED} ({error})")
 
@@ -88,14 +92,17 @@ class Link:
                 raise LinkClosed(str(error)) from error
 
     def wait_for(self, kind: Kind, limit_s: float) -> RankMessage:
-        """The next message that is no beat. Raises LinkClosed for another kind, and where nothing comes in time."""
+        """The next message that is no beat.
+
+        Raises LinkClosed for another kind, and where nothing comes in time; AllEnd if the other side says why.
+        """
         until = time.monotonic() + limit_s
         while select.select([self._socket], [], [], max(0.0, until - time.monotonic()))[0]:
             for message in self.receive():
                 if message.kind == kind:
                     return message
                 if message.kind == Kind.LOST:
-                    raise LinkClosed(message.texts[0])
+                    raise AllEnd(message.texts[0])
                 if message.kind != Kind.BEAT:
                     raise LinkClosed(f"{message.kind.name} came in place of {kind.name}")
         raise LinkClosed(f"nothing came for {limit_s:g} s")

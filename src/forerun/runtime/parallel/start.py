@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from datetime import timedelta
@@ -35,7 +35,7 @@ from torch.distributed.rendezvous import rendezvous
 
 import forerun
 from forerun.config import EngineConfig, LaunchedRank, exchange_settings, launched_rank
-from forerun.errors import ConfigError, RankLost
+from forerun.errors import ConfigError, ForerunError, RankLost
 from forerun.kernels.cores import usable_cores
 from forerun.kernels.device import CPU, use_gpu
 from forerun.kernels.ops import Kernels
@@ -45,11 +45,11 @@ from forerun.models.decoder import Decoder
 from forerun.models.loader import LoadedModel, load_model, open_checkpoint
 from forerun.models.parts import load_ends
 from forerun.models.stages import StagedDecoder
-from forerun.runtime.parallel.crew import FLUSH_LIMIT_S, Crew
+from forerun.runtime.parallel.crew import FLUSH_LIMIT_S, Crew, how_ended
 from forerun.runtime.parallel.exchange import PASS_LIMIT_S, Exchange, RankLayout, backend_for
 from forerun.runtime.parallel.follower import Inbox, RankFollower, guarded
 from forerun.runtime.parallel.leader import RankedModel
-from forerun.runtime.parallel.links import Link, LinkClosed
+from forerun.runtime.parallel.links import AllEnd, Link, LinkClosed
 from forerun.runtime.parallel.messages import Kind, RankMessage
 from forerun.runtime.parallel.places import RankPlace, Seat, check_places, seats_of
 from forerun.weights.checkpoint import Checkpoint
@@ -126,14 +126,14 @@ def lead(config: EngineConfig) -> tuple[LoadedModel, Kernels, Crew]:
     store = _own_store(config.num_ranks) if place is None else _find_store(place, config.rank_start_s)
     is_local = place is None or place.is_local
     listener = socket.create_server((_LOOPBACK if is_local else "", 0))
-    key, workers = secrets.token_hex(16), list[subprocess.Popen[bytes]]()
+    key, workers, links = secrets.token_hex(16), list[subprocess.Popen[bytes]](), dict[int, Link]()
     address = _LOOPBACK if is_local or place is None else place.address
     store.set(_LEADER, json.dumps([address, listener.getsockname()[1], key]))
     try:
         if isinstance(store, TCPStore) and place is None:
             workers = [_start_worker(rank, config, store) for rank in range(1, config.num_ranks)]
         with listener:
-            links, places = _greet(listener, key, config, workers, own)
+            places = _greet(listener, key, config, workers, own, links)
         check_places(config, places)
         seats, hosts = seats_of(places), {rank: place.host for rank, place in places.items()}
         joined = Joined(config, 0, seats[0], store, is_local)
@@ -143,7 +143,8 @@ def lead(config: EngineConfig) -> tuple[LoadedModel, Kernels, Crew]:
     except LinkClosed as error:
         _end(workers)
         raise RankLost(f"a rank ended while it started ({error}): look at its own messages") from error
-    except BaseException:
+    except BaseException as error:
+        _tell_why(links, error)
         _end(workers)
         raise
     atexit.register(crew.close)
@@ -186,6 +187,8 @@ def follow(
         numbers = place.num_gpus, place.local_rank, place.has_amx
         link.send(Kind.HELLO, RankMessage(Kind.HELLO, numbers, about).encode())
         told = link.wait_for(Kind.CONFIG, start_s)
+    except AllEnd as error:
+        raise RankLost(f"rank {rank} ends with rank 0, which says: {error}") from error
     except (RuntimeError, OSError, LinkClosed) as error:
         raise RankLost(f"rank {rank} found no leader: {first_line(error)}") from error
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # who stops a whole group lets the leader finish what runs
@@ -260,9 +263,12 @@ def _find_store(place: LaunchedRank, start_s: float) -> Store:
         limit = timedelta(seconds=start_s)
         store, _, _ = next(rendezvous("env://", timeout=limit))
     except (RuntimeError, OSError, ValueError) as error:
+        advice = "is rank 0 running there, and can this machine reach it?"
+        if place.rank == 0:
+            advice = "is the port free, and the address one of this machine? If not, give all ranks others"
         raise ConfigError(
             f"rank {place.rank} cannot meet the others at MASTER_ADDR {place.address}, MASTER_PORT {place.port} "
-            f"({first_line(error)}): is rank 0 running there, and the port free for it?"
+            f"({first_line(error)}): {advice}"
         ) from error
     found: Store = store
     return found
@@ -282,6 +288,14 @@ def _start_worker(rank: int, config: EngineConfig, store: TCPStore) -> subproces
     return worker
 
 
+def _tell_why(links: Mapping[int, Link], error: BaseException) -> None:
+    """Ranks that have come would only see that the connection ends."""
+    text = str(error) if isinstance(error, ForerunError) else "it was ended while the ranks started"
+    for link in links.values():
+        with suppress(LinkClosed):
+            link.send_if_room(RankMessage(Kind.LOST, (), [text.replace("\0", " ")]))
+
+
 def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
     for worker in workers:
         worker.kill()
@@ -289,15 +303,20 @@ def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _greet(
-    listener: socket.socket, key: str, config: EngineConfig, workers: Sequence[subprocess.Popen[bytes]], own: RankPlace
-) -> tuple[dict[int, Link], dict[int, RankPlace]]:
-    """Wait for all followers -> connections and places, by rank; `own`: rank 0's. Raises RankLost and ConfigError."""
-    links, places, until = dict[int, Link](), {0: own}, time.monotonic() + config.rank_start_s
+    listener: socket.socket, key: str, config: EngineConfig, workers: Sequence[subprocess.Popen[bytes]], own: RankPlace,
+    links: dict[int, Link],
+) -> dict[int, RankPlace]:  # fmt: skip
+    """Wait for all followers, whose connections are put into `links` -> places, by rank; `own`: rank 0's.
+
+    Raises RankLost and ConfigError.
+    """
+    places, until = {0: own}, time.monotonic() + config.rank_start_s
     listener.settimeout(0.2)
     while len(links) < config.num_ranks - 1:
         ended = [rank for rank, worker in enumerate(workers, 1) if worker.poll() is not None]
         if ended:
-            raise RankLost(f"rank {ended[0]} ended while it started: look at its own messages")
+            how = how_ended(workers[ended[0] - 1])
+            raise RankLost(f"rank {ended[0]} ended while it started{how and f' ({how})'}: look at its own messages")
         if time.monotonic() > until:
             missing = [rank for rank in range(1, config.num_ranks) if rank not in links]
             raise RankLost(
@@ -315,7 +334,7 @@ def _greet(
                     compare(rank, about[1], about[3], about[4:], config)
                     num_gpus, local_rank, has_amx = hello.numbers
                     places[rank] = RankPlace(about[1], num_gpus, local_rank, about[2], bool(has_amx))
-    return links, places
+    return places
 
 
 def compare(rank: int, host: str, version: str, options: Sequence[str], config: EngineConfig) -> None:
