@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import ConfigError, UnsupportedError
+from forerun.kernels.cpu.packed import CpuLinear
 from forerun.kernels.ops import HeadLayout
 from forerun.kernels.ranks import ALONE, Ranks
 from forerun.models.base import CommittedPath, Model, passes_of
@@ -18,6 +19,7 @@ from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.models.decoder import Decoder
 from forerun.models.loader import load_adapter, load_model
 from forerun.models.shares import share_heads
+from forerun.quant.rows import packs_part
 from forerun.weights import checkpoint
 from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.safetensors_header import TensorEntry
@@ -195,6 +197,16 @@ def test_degrees_that_do_not_divide_are_refused_with_those_that_do(size: int, tm
     folder = save("llama", tmp_path)
     with pytest.raises(ConfigError, match=rf"tensor parallel {size} .* 4 query heads .*degrees that do: 1, 2, 4$"):
         load_model(folder, factory.make_kernels(), ranks=Ranks(0, size))
+
+
+def test_kernels_for_cpus_know_the_whole_matrix() -> None:
+    """AMX's tiles are chosen by it; on other CPUs nothing depends on it, so that the number itself is looked at."""
+    kernels = factory.make_kernels("cpu")
+    part = packs_part(kernels, 100).pack_linear(torch.ones(40, 32))
+    assert isinstance(part, CpuLinear) and part.whole_outputs == 100
+    for own in (kernels, packs_part(kernels, None)):
+        packed = own.pack_linear(torch.ones(40, 32))
+        assert isinstance(packed, CpuLinear) and packed.whole_outputs == 40
 
 
 @pytest.mark.parametrize(("case", "field"), [("llama", "intermediate_size"), ("qwen3-moe", "moe_intermediate_size")])

@@ -160,7 +160,7 @@ def enqueued(monkeypatch: pytest.MonkeyPatch, looks: int, *works: Work) -> Excha
     left = chain(repeat(False, looks), [True])
     monkeypatch.setattr(exchange, "given_work", lambda _: lambda: next(left))
     made = Exchange(RankLayout(2, 1), 0, GPU)
-    made.enqueued += works  # type: ignore[arg-type]
+    made.enqueued |= enumerate(works)  # type: ignore[arg-type]
     return made
 
 
@@ -202,7 +202,36 @@ def test_exchanges_of_gpus_are_broken_off_once(monkeypatch: pytest.MonkeyPatch) 
     with made._ending:  # which hangs
         made.close()
     made.close()
+    assert calls == ["aborted"], "to destroy it, all ranks of NCCL would have to come"
+    calls.clear()
+    Exchange(RankLayout(2, 1), 0, torch.device("cpu")).close()
     assert calls == ["destroyed"]
+
+
+def test_a_broken_connection_that_cannot_be_given_up_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise AssertionError("no backend")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(exchange, "_abort_process_group", broken)
+    made = Exchange(RankLayout(2, 1), 0, GPU)
+    made.abort()
+    made.close()
+    assert not made._ending.locked()
+
+
+def test_only_what_a_gpu_was_given_last_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's exchanges hold the memory of their results, and a pass has hundreds of them."""
+
+    class Sent(Work):
+        def wait(self) -> None:
+            pass
+
+    monkeypatch.setattr(dist, "isend", lambda tensor, dst: Sent())
+    made = Exchange(RankLayout(1, 3), 1, GPU)
+    for rank in (0, 2, 0, 2, 2):
+        made.send_to(rank, torch.ones(1))
+    assert sorted(made.enqueued) == [0, 2]
 
 
 def test_a_checked_pass_is_done_before_it_is_summed_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ def test_nothing_is_asked_where_nothing_is_gained() -> None:
 def test_rows_that_bring_nothing_are_not_asked_for_even_where_they_were_measured_as_cheaper(gain: float) -> None:
     without = Outlook(30.0, 2, 1.0)
     assert plan_call([[gain, gain]], without, lambda rows: 1.0 / rows, lambda *_: 0.0, 30.0) == ([0], without)
+    assert plan_call([[0.5, gain]], without, lambda rows: 1.0 / rows, lambda *_: 0.0, 30.0)[0] == [1]
 
 
 def test_a_call_is_paid_by_all_it_serves() -> None:

@@ -156,6 +156,19 @@ def test_answers_in_tokens_of_another_tokenizer_are_refused(target: Path, tmp_pa
         count_texts([path], str(target / "model"))
 
 
+def test_files_of_before_that_tell_no_tokenizer_are_gone_on_with(target: Path, tmp_path: Path) -> None:  # noqa: F811
+    given = (str(target / "model"), [target / "prompts.jsonl"], tmp_path, OPTIONS)
+    (path,) = answer_files(*given, lambda _: None)[:1]
+    first, rest = path.read_text().split("\n", 1)
+    about = {name: value for name, value in json.loads(first).items() if name != "vocabulary"}
+    path.write_text(json.dumps(about) + "\n" + rest[: rest.rindex("\n", 0, -1) + 1])  # the last answer is missing
+    answer_files(*given, lambda _: None)
+    assert path.read_text() == json.dumps(about) + "\n" + rest
+    path.write_text(json.dumps({**about, "seed": 9}) + "\n" + rest)
+    with pytest.raises(TrainingError, match="was written for"):
+        answer_files(*given, lambda _: None)
+
+
 def test_bad_files_of_answers_are_refused(target: Path, tmp_path: Path) -> None:  # noqa: F811
     path = tmp_path / "x.answers"
     for text, message in BAD_FILES:

@@ -118,7 +118,7 @@ def _cluster(address: str | None, deployment: Deployment) -> Iterator[str]:
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         none = f"there is no Ray cluster to connect to at {address}: {_line(error)}; start one with "
         none += "`ray start --head`, or leave --address out"
-        raise ConfigError(refused(address, error) or none) from error
+        raise ConfigError((address and refused(address, error)) or none) from error
     try:
         check_room(deployment, ray.cluster_resources(), own=address is None)
         if serve.status().proxies:

@@ -74,17 +74,20 @@ class Ranks:
 
 
 ALONE = Ranks()
+GATHERS = -1  # beside the numbers of ranks, which are those of sends and receives
+# What a GPU was given last, by whom it exchanges with. No more: a `dist.Work` of NCCL holds the memory of its results.
+Enqueued = dict[int, dist.Work]
 
 
 class GroupRanks(Ranks):
     """Ranks that exchange over a group of torch.distributed: gloo between CPUs, NCCL between GPUs."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, limit_s: float = LIMIT_S, enqueued: list[dist.Work] | None = None
+        self, group: dist.ProcessGroup | None = None, limit_s: float = LIMIT_S, enqueued: Enqueued | None = None
     ) -> None:
         """`group` None: all processes. limit_s: how long another rank is waited for, on CPUs.
 
-        enqueued: gets the exchanges that a GPU was given, for which nobody waits here.
+        enqueued: gets the exchange that a GPU was given last, for which nobody waits here.
         """
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
@@ -106,7 +109,7 @@ class GroupRanks(Ranks):
             else:
                 work.wait()  # the GPU does, this thread goes on
                 if self._enqueued is not None:
-                    self._enqueued.append(work)
+                    self._enqueued[GATHERS] = work
         except RuntimeError as error:
             raise RankLost(
                 f"rank {self.rank} of {self.size} waited at most {self._limit.total_seconds():g} s for the others, one "
@@ -139,7 +142,7 @@ class SharedRanks(Ranks):
 
 def connect_ranks(
     group: dist.ProcessGroup | None = None, device: torch.device = CPU, limit_s: float = LIMIT_S,
-    enqueued: list[dist.Work] | None = None,
+    enqueued: Enqueued | None = None,
 ) -> Ranks:  # fmt: skip
     """The ranks of a group of torch.distributed, None for all processes; called by all of them.
 

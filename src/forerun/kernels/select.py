@@ -58,7 +58,7 @@ def select_kernels(
         raise KernelError(f"device {device!r} is not one of {', '.join(DEVICES)}")
     if device == "cuda" and name in ("cpu", "reference"):
         raise KernelError(f"kernels {name!r} run on the CPU, but device 'cuda' was asked for: choose kernels 'triton'")
-    if name == "triton" or runs_on_gpu(name, device, can_use_gpu()):
+    if name == "triton" or (device != "cpu" and runs_on_gpu(name, device, can_use_gpu())):
         if activations == "float32":
             raise KernelError(
                 "activations 'float32' are for CPUs only, on a GPU products with integers round activations to 8 bits: "
@@ -91,7 +91,7 @@ def has_amx() -> bool:
 
 def takes_amx(name: str) -> bool:
     """Whether `select_kernels` takes AMX with this name, where a CPU has it and runs the model."""
-    return name in ("auto", "cpu", f"cpu:{AMX}")
+    return name.lower() in ("auto", "cpu", f"cpu:{AMX}")
 
 
 def _is_interpreted() -> bool:

@@ -47,7 +47,7 @@ def plan_call(
         num_asked, most = num_asked + (place == 0), max(most, place + 1)
         seconds = step_s(without.num_rows + count) + call_s(most, num_asked)
         value = tokens - speed * seconds
-        if value > best and tokens > without.tokens:  # not for rows that bring nothing and were measured as cheaper
+        if value > best and tokens > best_tokens:  # not for rows that bring nothing and were measured as cheaper
             best, best_tokens, best_s, num_best = value, tokens, seconds, count
         elif value + left < best:
             break  # nor would it pay if all that is left came for nothing

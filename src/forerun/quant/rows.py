@@ -37,17 +37,18 @@ def packs_part(kernels: Kernels, num_rows: int | None) -> Kernels:
 
 def read_rows(
     form: WeightFormat, source: TensorSource, parts: Sequence[RowPart], columns: int, kernels: Kernels,
-    dtype: torch.dtype | None, row_ids: Tensor,
+    dtype: torch.dtype | None, row_ids: Tensor, of_rank: bool = False,
 ) -> Weight:  # fmt: skip
     """Rows `row_ids` [R] int64 of the modules `parts` one below the other, as stored -> [R, columns].
 
-    row_ids: of several modules ascending. Raises as `WeightFormat.read`.
+    row_ids: of several modules ascending. of_rank: sums are those of all rows (`KnowsWhole`). Raises as
+    `WeightFormat.read`.
     """
     num_rows = sum(part.rows for part in parts)
     if isinstance(form, RowFormat):
-        kernels = packs_part(kernels, num_rows)
+        kernels = packs_part(kernels, num_rows) if of_rank else kernels
         return form.read_rows(source, parts, columns, kernels, dtype, split_rows(parts, row_ids))
-    return form.read(source, parts, columns, only_rows(kernels, row_ids, num_rows), dtype)
+    return form.read(source, parts, columns, only_rows(kernels, row_ids, num_rows, of_rank), dtype)
 
 
 def split_rows(parts: Sequence[RowPart], row_ids: Tensor) -> list[Tensor]:
@@ -59,16 +60,17 @@ def split_rows(parts: Sequence[RowPart], row_ids: Tensor) -> list[Tensor]:
     return found
 
 
-def only_rows(kernels: Kernels, row_ids: Tensor, num_rows: int) -> Kernels:
+def only_rows(kernels: Kernels, row_ids: Tensor, num_rows: int, of_rank: bool = True) -> Kernels:
     """Kernels that pack rows `row_ids` of `num_rows`, which are packed together or in pieces, one below the other."""
-    return cast(Kernels, _PacksRows(kernels, row_ids, num_rows))
+    return cast(Kernels, _PacksRows(kernels, row_ids, num_rows, of_rank))
 
 
 class _PacksRows:
     """Kernels that pack these rows of the matrices they are given; all else is what the kernels do."""
 
-    def __init__(self, kernels: Kernels, row_ids: Tensor, num_rows: int) -> None:
+    def __init__(self, kernels: Kernels, row_ids: Tensor, num_rows: int, of_rank: bool) -> None:
         self._kernels, self._row_ids, self._num_rows, self._first = kernels, row_ids, num_rows, 0
+        self._of_rank = of_rank
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernels, name)
@@ -80,7 +82,8 @@ class _PacksRows:
         return self._row_ids[(self._row_ids >= first) & (self._row_ids < first + num_rows)] - first
 
     def pack_linear(self, weight: Tensor) -> PackedLinear:
-        return packs_part(self._kernels, len(weight)).pack_linear(weight[self._next(len(weight))])
+        kernels = packs_part(self._kernels, len(weight)) if self._of_rank else self._kernels
+        return kernels.pack_linear(weight[self._next(len(weight))])
 
     def pack_grouped(self, matrix: GroupedMatrix) -> PackedLinear:
         return self._kernels.pack_grouped(matrix.rows(self._next(matrix.shape[0])))

@@ -234,11 +234,6 @@ async def cluster_answering(
 
 def _connect(address: str) -> Any:
     """The module ray, connected."""
-    send_token(address)
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(f"--ray needs `pip install 'forerun[ray]'` here and on every node ({error})") from error
     none = (
         f"no Ray cluster answers at {address}: start one with `ray start --head`, or give the HOST:PORT that it "
         "printed, ray://HOST:10001, or auto on one of its machines"
@@ -249,8 +244,16 @@ def _connect(address: str) -> Any:
             if not (host and port.isdecimal()):
                 raise ConfigError(f"--ray must be HOST:PORT, ray://HOST:PORT or auto; got {address!r}")
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"{none} ({error})") from error
+    send_token(address)
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(f"--ray needs `pip install 'forerun[ray]'` here and on every node ({error})") from error
+    try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, OverflowError, RuntimeError, ray.exceptions.RayError) as error:
+    except (OSError, RuntimeError, ray.exceptions.RayError) as error:
         raise ConfigError(refused(address, error) or f"{none} ({' '.join(str(error).split()):.300})") from error
     return ray
 

@@ -33,7 +33,8 @@ def asks_for_token(address: str) -> bool:
 
         if address == "auto":
             address = CURRENT.read_text("utf-8").strip()
-        with grpc.insecure_channel(address.removeprefix("ray://")) as channel:
+        direct = [("grpc.enable_http_proxy", 0)]  # as Ray connects
+        with grpc.insecure_channel(address.removeprefix("ray://"), options=direct) as channel:
             channel.unary_unary(FIRST_CALL)(b"", timeout=ASK_S)
     except (ImportError, OSError, UnicodeDecodeError):
         return False
@@ -42,7 +43,7 @@ def asks_for_token(address: str) -> bool:
     return False
 
 
-def refused(address: str | None, error: Exception) -> str | None:
+def refused(address: str, error: Exception) -> str | None:
     """What to say where something listens at an address of Ray, but Ray could not connect; None for other errors.
 
     Ray writes that a token is wrong into its own log, so that its error only says that it failed to connect.
@@ -51,7 +52,7 @@ def refused(address: str | None, error: Exception) -> str | None:
     return _refused(address, said) if any(words in said.lower() for words in FAILED) else None
 
 
-def _refused(address: str | None, why: str) -> str:
+def _refused(address: str, why: str) -> str:
     return (
         f"the Ray cluster at {address} does not let this command in. Most likely it asks for a token, as since Ray "
         "2.60, that is missing here or another one: copy ~/.ray/auth_token of its head to the same place here, or set "

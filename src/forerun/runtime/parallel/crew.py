@@ -289,10 +289,10 @@ class Crew:
         timer.daemon = True
         timer.start()
         self.shards.close()
-        self.exchange.abort()
         self._answer_nobody(self.failure)
         for told in list(self.on_failure):
             told(self.failure)
+        self.exchange.abort()  # last, since NCCL may take long
 
     def _leave(self) -> None:
         """A pass that waits for a rank on another machine may not end by itself."""

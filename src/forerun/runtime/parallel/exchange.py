@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from forerun.errors import RankLost
 from forerun.kernels.device import given_work
-from forerun.kernels.ranks import first_line
+from forerun.kernels.ranks import Enqueued, first_line
 
 PASS_LIMIT_S = 3600.0  # an early stage may compute that long; who hangs or died is found out by beats
 _LOOK_S: Final = 50e-6  # between looks at a GPU that computes a pass
@@ -62,7 +62,7 @@ class Exchange:
         self.sent_bytes = 0
         self.messages = 0
         self.digest: int | None = None  # of what this stage handed on; None: nobody asks
-        self.enqueued = list[dist.Work]()  # exchanges that a GPU was given since `settle`
+        self.enqueued: Enqueued = {}  # since `settle`
         self.check: Callable[[], None] = _nobody_is_lost  # raises RankLost for a rank that is known to be lost
         self._device = device
         self._ending = Lock()
@@ -89,7 +89,7 @@ class Exchange:
         tensor = torch.empty(tuple(shape), dtype=torch.float32, device=self._device)
         try:
             self._waiting = dist.irecv(tensor, src=rank)
-            self._finish(self._waiting)
+            self._finish(self._waiting, rank)
         except RuntimeError as error:
             raise RankLost(f"rank {self.rank} got nothing from rank {rank} ({first_line(error)})") from error
         finally:
@@ -101,18 +101,21 @@ class Exchange:
         self.sent_bytes += tensor.nbytes
         self.messages += 1
         try:
-            self._finish(dist.isend(tensor.contiguous(), dst=rank))
+            self._waiting = dist.isend(tensor.contiguous(), dst=rank)
+            self._finish(self._waiting, rank)
         except RuntimeError as error:
             raise RankLost(f"rank {self.rank} could not send to rank {rank} ({first_line(error)})") from error
+        finally:
+            self._waiting = None
 
-    def _finish(self, work: dist.Work | None) -> None:
+    def _finish(self, work: dist.Work | None, rank: int) -> None:
         """Wait for an exchange; on a GPU have what it is given next wait."""
         assert work is not None
         if self._device.type == "cpu":
             work.wait(self._limit)
         else:
             work.wait()
-            self.enqueued.append(work)
+            self.enqueued[rank] = work
 
     def settle(self) -> None:
         """Wait until a GPU has done all that it was given; on CPUs nothing is left to do.
@@ -132,7 +135,7 @@ class Exchange:
         self.enqueued.clear()
 
     def _ask_for_errors(self) -> None:
-        error = next((error for work in self.enqueued if (error := work.exception()) is not None), None)
+        error = next((error for work in self.enqueued.values() if (error := work.exception()) is not None), None)
         if error is not None:
             raise RankLost(f"rank {self.rank} cannot exchange with the others ({first_line(error)})")
 
@@ -142,17 +145,24 @@ class Exchange:
         if self._device.type == "cpu":
             if waiting is not None and hasattr(waiting, "abort"):
                 waiting.abort()
-        elif self._ending.acquire(timeout=_ABORT_S):
-            with suppress(RuntimeError, ValueError):  # it is not connected
-                if dist.is_initialized():
-                    _abort_process_group()
-            self._ending.release()
+        else:
+            self._end(_abort_process_group)
 
     def close(self) -> None:
-        """Give the connections up, unless they are being broken off for longer than that should take."""
-        if self._ending.acquire(timeout=_ABORT_S):
-            if dist.is_initialized():
-                dist.destroy_process_group()
+        """Give the connections up, unless they are being broken off for longer than that should take.
+
+        GPUs' are broken off, after all was done: to destroy one of NCCL's, all of its ranks would have to come.
+        """
+        self._end(dist.destroy_process_group if self._device.type == "cpu" else _abort_process_group)
+
+    def _end(self, how: Callable[[], None]) -> None:
+        if not self._ending.acquire(timeout=_ABORT_S):
+            return
+        try:
+            with suppress(Exception):  # it was not connected, or is not any more
+                if dist.is_initialized():
+                    how()
+        finally:
             self._ending.release()
 
 

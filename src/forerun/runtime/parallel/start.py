@@ -183,7 +183,7 @@ def follow(
         address, port, key = json.loads(store.get(_LEADER))
         link = Link(socket.create_connection((address, port), CONNECT_LIMIT_S))
         place = RankPlace.here(local_rank)
-        about = [key, str(rank), place.host, place.gpu, release(), "" if own is None else options_as_json(own)]
+        about = [key, str(rank), place.host, release(), "" if own is None else options_as_json(own), place.gpu]
         numbers = place.num_gpus, place.local_rank, place.has_amx
         link.send(Kind.HELLO, RankMessage(Kind.HELLO, numbers, about).encode())
         told = link.wait_for(Kind.CONFIG, start_s)
@@ -203,9 +203,9 @@ def follow(
         inbox.tell(RankMessage(Kind.READY))
         with torch.inference_mode():
             RankFollower(loaded, joined.kernels, joined.exchange, inbox).run()
+        joined.exchange.close()
 
     guarded(work, inbox, limit_s)
-    dist.destroy_process_group()
     leave(FLUSH_LIMIT_S)
 
 
@@ -331,9 +331,9 @@ def _greet(
                 if secrets.compare_digest(given, key):
                     rank = int(about[0])
                     links[rank] = link
-                    compare(rank, about[1], about[3], about[4:], config)
+                    compare(rank, about[1], about[2], about[3:4], config)
                     num_gpus, local_rank, has_amx = hello.numbers
-                    places[rank] = RankPlace(about[1], num_gpus, local_rank, about[2], bool(has_amx))
+                    places[rank] = RankPlace(about[1], num_gpus, local_rank, about[4], bool(has_amx))
     return places
 
 

@@ -124,6 +124,8 @@ def read_lines(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
         raise TrainingError(f"{path} is no file of answers: {error}; delete it, or use another --out") from error
     if complete != text:  # a line was cut off by a crash
         path.write_text(complete, encoding="utf-8")
+    if isinstance(header, dict) and "vocabulary" not in header:  # files of before do not tell it
+        about = {name: value for name, value in about.items() if name != "vocabulary"}
     if header != about:
         raise TrainingError(f"{path} was written for {header}, now it is {about}; use another --out, or --fresh")
     return lines
