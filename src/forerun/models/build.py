@@ -317,8 +317,7 @@ class Builder:
     def _weight(self, form: WeightFormat, parts: list[RowPart], columns: int, row_ids: Tensor | None) -> Weight:
         if row_ids is None:
             return form.read(self.source, parts, columns, self.kernels, self.dtype)
-        of_rank = self.ranks.size > 1
-        return read_rows(form, self.source, parts, columns, self.kernels, self.dtype, row_ids, of_rank)
+        return read_rows(form, self.source, parts, columns, self.kernels, self.dtype, row_ids, self.ranks.size > 1)
 
     def format_of(self, part: RowPart) -> WeightFormat:
         """How a module is stored; raises CheckpointError if it is not there."""
