@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forerun import LLM, SamplingParams
-from tests.support.mini import PROMPTS, drafting
+from forerun.kernels.select import has_amx
+from tests.support.mini import PROMPTS, plain
 
 FOLDER = Path(__file__).parent / "golden_steps"
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -85,6 +87,12 @@ def _name(request: Any) -> str:
     return f"r{int(request.parent_id) % len(PROMPTS)}"
 
 
+@cache
+def usual() -> LLM:
+    """On kernels whose bits all CPUs have: AMX's are others."""
+    return LLM("mini", max_num_seqs=16, max_model_len=512, kernels="cpu:avx512vnni") if has_amx() else plain()
+
+
 def steps(drafter: str, kind: str) -> Iterator[str]:
     """The steps of three requests in one batch, prompts read in chunks, then one of them again from the cache."""
     rule, sampling = KINDS[kind]
@@ -93,7 +101,7 @@ def steps(drafter: str, kind: str) -> Iterator[str]:
     if name == "portfolio":
         name = "portfolio=suffix+draft+eagle"
         options |= {"max_draft_tokens": 12}
-    llm = drafting(name, **{**options, **OPTIONS[drafter]})
+    llm = usual().with_drafter(name, **{**options, **OPTIONS[drafter]})
     params = [SamplingParams(max_tokens=NUM_TOKENS, seed=seed, ignore_eos=True, **sampling) for seed in range(4)]
     prompts = [PROMPTS[0], PROMPTS[5], PROMPTS[3]]
     with Recorder(llm) as recorder:

@@ -7,12 +7,15 @@ runs under qemu.
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from tests.support.programs import ROOT, build_target, native_test, program
+
+from forerun.kernels.select import AMX
 
 ARM_BUILD = ROOT / "build" / "aarch64"
 ARM_COMPILER = "aarch64-linux-gnu-g++"
@@ -30,10 +33,14 @@ def _hashes(*command: str | Path) -> Hashes:
     return found
 
 
+ADDED_BY_TILES = re.compile(r"attention(_split)?-.*-(bfloat16|int8)")  # in AMX's own order (docs/decisions/0014)
+
+
 def _assert_same(found: Hashes, expected: dict[str, str]) -> None:
     for isa, hashes in found.items():
         assert hashes.keys() == expected.keys()
-        assert not [case for case in expected if hashes[case] != expected[case]], isa
+        differ = [case for case in expected if hashes[case] != expected[case]]
+        assert not [case for case in differ if isa != AMX or not ADDED_BY_TILES.fullmatch(case)], isa
 
 
 @pytest.fixture(scope="module")

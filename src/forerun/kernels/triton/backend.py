@@ -53,6 +53,7 @@ class TritonKernels(Kernels):
 
     name = "triton"
     float_activations = False
+    _num_rows: int | None = None  # of the matrices that are packed; None: those that are given
     rms_norm, add_rms_norm = staticmethod(norms.rms_norm), staticmethod(norms.add_rms_norm)
     gated_act, scaled = staticmethod(norms.gated_act), staticmethod(norms.scaled)
     rope_and_cache, attention = staticmethod(rope.rope_and_cache), staticmethod(attention.attention)
@@ -69,7 +70,6 @@ class TritonKernels(Kernels):
             raise KernelError(f"Triton's kernels run on CUDA devices, not on {device.type!r}: choose device 'cuda'")
         self.device = device
         self._tables, self._walks = moves.PoolTables(), recurrent.LastWalk()
-        self._num_rows: int | None = None  # of the matrices that are packed; None: those that are given
 
     def describe(self) -> dict[str, str]:
         """Every op runs on the device."""
