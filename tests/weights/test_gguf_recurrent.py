@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 # in it were computed on a machine whose last bits are others.
 ROUNDED_OTHERWISE = (
     "qwen35", "qwen35moe", "falcon-h1", "falcon-h1-norm", "granitehybrid", "granitehybrid-moe", "nemotron_h",
-    "kimi-linear",  # files hold -exp(A), which some CPUs round otherwise than the one where the fixture was made
+    "kimi-linear",
 )  # fmt: skip
 
 
