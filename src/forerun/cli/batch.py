@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from filelock import FileLock, Timeout
 
 from forerun.cli import options as opt
 from forerun.cli.console import err, out, print_json
@@ -134,6 +133,8 @@ def _locked(answers: Path) -> Iterator[None]:
     """Keep other processes from writing the same file. Raises ConfigError if one does."""
     if not answers.parent.is_dir():
         raise ConfigError(f"there is no folder {answers.parent} for {answers.name}: make it, or choose another")
+    from filelock import FileLock, Timeout
+
     lock = FileLock(f"{answers}.lock", timeout=0)
     try:
         with lock:
