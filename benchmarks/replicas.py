@@ -410,11 +410,14 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--out", type=Path, help="instead of a dated file under results/")
     given = parser.parse_args()
-    result: dict[str, Any] = {"command": shlex.join(["python", "benchmarks/replicas.py", *sys.argv[1:]])}
-    result |= {name: MEASUREMENTS[name](given) for name in given.only}
-    result["machine"] = machine()
     out = given.out or RESULTS / f"{date.today()}-replicas-{Path(given.model).name}.json"
-    out.write_text(json.dumps(result, indent=2) + "\n")
+    if out.is_dir():
+        parser.error(f"--out {out} is a folder: name a file")
+    result: dict[str, Any] = {"command": shlex.join(["python", "benchmarks/replicas.py", *sys.argv[1:]])}
+    result["machine"] = machine()
+    for name in given.only:
+        result[name] = MEASUREMENTS[name](given)
+        out.write_text(json.dumps(result, indent=2) + "\n")  # after each: the next may fail
     print(json.dumps(result, indent=2))
 
 
