@@ -40,6 +40,8 @@ from typing import Any
 import aiohttp
 from serving import machine, server
 
+from forerun.cli.deploy import QUICK_SERVE
+
 RESULTS = Path(__file__).with_name("results")
 ENGINE_PROCESS = b"ray::ServeReplica:forerun:Engine"
 NUM_BODIES = 24  # different requests of the clients that replicas are killed under
@@ -410,6 +412,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--out", type=Path, help="instead of a dated file under results/")
     given = parser.parse_args()
+    os.environ.setdefault(QUICK_SERVE, "1")  # as `forerun deploy` does, before Serve is imported
     out = given.out or RESULTS / f"{date.today()}-replicas-{Path(given.model).name}.json"
     if out.is_dir():
         parser.error(f"--out {out} is a folder: name a file")

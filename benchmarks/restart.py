@@ -55,7 +55,7 @@ for output in llm.stream(prompt, SamplingParams(max_tokens=8, seed=1, temperatur
         first_s = time.perf_counter() - began
         break
 [whole] = llm.generate([prompt], SamplingParams(max_tokens=8, seed=1, temperature=0.0))
-llm.engine.scheduler.prefix_cache.lower.flush()
+llm.engine.scheduler.prefix_cache.lower.spill.flush()
 stats = output.outputs[0].stats
 found = {"first_s": first_s, "cached": stats.num_cached_tokens, "tokens": whole.outputs[0].token_ids}
 print(json.dumps(found), flush=True)

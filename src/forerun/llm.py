@@ -17,7 +17,7 @@ from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import RequestOutput, SamplingParams
 from forerun.drafters.base import DrafterHealth
 from forerun.drafters.named import engine_config
-from forerun.drafters.registry import draft_models, named_heads
+from forerun.drafters.registry import check_heads, draft_models, named_heads
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.errors import ConfigError, QueueFullError, RankLost, SamplingError
@@ -48,6 +48,7 @@ class LLM(Frontend):
     def _open(self, config: EngineConfig, shared: SharedModel | None) -> None:
         Frontend.__init__(self, config)
         check_ranks(config)
+        check_heads(config.drafter)
         check_draft_vocabularies(config.drafter, config.model)
         check_tiers(config)
         self._shared = shared or open_shared(config)

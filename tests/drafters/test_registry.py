@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from forerun import SamplingParams, drafters
+from forerun import LLM, SamplingParams, drafters
 from forerun.bench.drafters import auto_drafters, entrants
 from forerun.cli.app import app
 from forerun.config import DrafterConfig, option_names
 from forerun.drafters.base import DrafterSpec
-from forerun.drafters.named import engine_config
+from forerun.drafters.named import engine_config, only_read
 from forerun.drafters.registry import all_specs, check, spec_of
 from forerun.errors import ConfigError
 from forerun.server.speculative import parse_speculative_config
@@ -99,6 +99,40 @@ def test_a_file_of_the_users_may_state_its_own_spec(tmp_path: Path) -> None:
 def test_options_that_do_not_fit_the_drafter(options: DrafterConfig, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check(options)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "said"),
+    [
+        ("suffix", {"tree_width": 3}, "tree_width 3 was given, but suffix would ignore it: .* one of dflash, draft,"),
+        ("none", {"head_weights": "int8"}, "head_weights int8 was given, but none would ignore it"),
+        ("portfolio=suffix+ngram", {"draft_vocabulary": "f"}, "but suffix and ngram would ignore it: .* draft, eagle"),
+        ("mini", {}, "there is no drafter mini"),
+    ],
+)
+def test_options_that_nobody_would_read_are_refused(drafter: str, options: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        engine_config("mini", {"drafter": drafter, **options})
+
+
+def test_options_that_some_member_or_a_file_reads_are_taken() -> None:
+    taken = engine_config("mini", {"drafter": "portfolio=suffix+eagle", "tree_width": 3, "head_weights": "int8"})
+    assert [member.tree_width for member in taken.drafter.members] == [3, 3]
+    assert engine_config("mini", {"drafter": "suffix", "across_requests": False, "head_weights": "stored"})
+    assert engine_config("mini", {"drafter": f"{EXAMPLE}:Bigram", "ngram_max": 7}).drafter.ngram_max == 7
+    assert only_read("mini", "ngram", {"tree_width": 3, "ngram_max": 7, "adaptive": False, "max_num_seqs": 4}) == {
+        "ngram_max": 7, "adaptive": False, "max_num_seqs": 4,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("drafter", "model", "theirs"), [("mtp", "mini-eagle", "eagle"), ("eagle", "mini-mtp", "mtp")])
+def test_a_head_given_to_another_drafter(drafter: str, model: str, theirs: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{model} holds a head for the drafter {theirs}, not {drafter}: use {theirs}="
+    ):
+        LLM("mini", drafter=f"portfolio=suffix+{drafter}={model}")
+    with pytest.raises(ConfigError, match=f"not {drafter}: use {theirs}={model}"):
+        mini.plain().with_drafter(drafter, draft_model=model)
 
 
 @pytest.mark.parametrize("spec", all_specs().values(), ids=lambda spec: spec.name)

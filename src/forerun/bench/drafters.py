@@ -15,7 +15,7 @@ from forerun.bench.prompts import PromptCase
 from forerun.bench.speed import PLAIN, measure, report
 from forerun.config import DrafterConfig
 from forerun.core import SamplingParams
-from forerun.drafters.named import engine_config, own_model, read
+from forerun.drafters.named import engine_config, only_read, own_model, read
 from forerun.drafters.registry import all_specs
 from forerun.errors import ForerunError
 
@@ -98,7 +98,8 @@ def build(
     left_out: dict[str, str] = {}
     for entrant in (each for each in wanted if each.drafter not in left_out):
         try:
-            engines[entrant.name] = plain.with_drafter(entrant.drafter, **{**options, **entrant.options})
+            given = only_read(plain.config.model, entrant.drafter, {**options, **entrant.options})
+            engines[entrant.name] = plain.with_drafter(entrant.drafter, **given)
         except ForerunError as error:
             if not may_lack:
                 raise

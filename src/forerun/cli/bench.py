@@ -16,6 +16,7 @@ from forerun.cli import options as opt
 from forerun.cli.console import out, print_json, print_note, table
 from forerun.cli.engine import open_llm, other_engine, prepare
 from forerun.cli.groups import values
+from forerun.config import DrafterConfig
 from forerun.core import SamplingParams
 
 if TYPE_CHECKING:
@@ -50,10 +51,8 @@ def speed(
     name = target.name
     _prepare_all(name, wanted, sizes)
     plain = open_llm(
-        name, PLAIN, tree_width=sizes.tree_width, head_weights=sizes.head_weights,
-        draft_vocabulary=sizes.draft_vocabulary, adaptive=adaptive,
-        verification=verification, **values(loading), max_num_seqs=1, prefix_caching=False, across_requests=False,
-        keep_learned=False,
+        name, plain_with(sizes, adaptive, across_requests=False), verification=verification, **values(loading),
+        max_num_seqs=1, prefix_caching=False, keep_learned=False,
     )  # fmt: skip
     engines = engines_by_name(plain, wanted, sizes)
     _note_widened(plain)
@@ -82,6 +81,12 @@ def _note_widened(llm: LLM) -> None:
         print_note(
             f"this model was widened from {origin['model']}: it writes that model's text at the cost of a larger one"
         )
+
+
+def plain_with(sizes: opt.DraftSizes, adaptive: bool, **others: Any) -> DrafterConfig:
+    """Plain decoding with options for the engines of `engines_by_name`, of which each takes those that it reads."""
+    sizes_of = {name: getattr(sizes, name) for name in ("tree_width", "head_weights", "draft_vocabulary")}
+    return DrafterConfig(name=PLAIN, adaptive=adaptive, **sizes_of, **others)
 
 
 def engines_by_name(plain: LLM, names: Sequence[str], sizes: opt.DraftSizes) -> dict[str, LLM]:

@@ -20,6 +20,7 @@ from forerun.errors import ConfigError
 from forerun.progress import progress_bar
 
 if TYPE_CHECKING:
+    from forerun.config import DrafterConfig
     from forerun.llm import LLM
     from forerun.models.loader import LoadedModel
     from forerun.models.overview import Overview
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 def open_llm(
     model: str,
-    drafter: str,
+    drafter: str | DrafterConfig,
     draft_model: str | None = None,
     note: Callable[[str], None] = print_note,
     **options: Any,
@@ -71,7 +72,7 @@ def adapter_of(llm: LLM) -> str | None:
     return next(iter(llm.adapters), None)
 
 
-def prepare(model: str, drafter: str, draft_model: str | None = None, **options: Any) -> None:
+def prepare(model: str, drafter: str | DrafterConfig, draft_model: str | None = None, **options: Any) -> None:
     """Before anything is loaded: check the options, and download models from the hub."""
     _import_engine()
     from forerun.drafters.named import engine_config
@@ -154,15 +155,15 @@ def other_engine(llm: LLM, drafter: str, draft_model: str | None = None, max_dra
 
 
 def drafter_options(llm: LLM, drafter: str, draft_model: str | None) -> dict[str, Any]:
-    """The options of `llm`'s drafter, for another drafter."""
-    from forerun.drafters.named import takes_model
+    """The options of `llm`'s drafter that another drafter reads."""
+    from forerun.drafters.named import only_read, takes_model
 
     own = llm.config.drafter
     names = ("tree_width", "head_weights", "draft_vocabulary", "adaptive", "ngram_min", "ngram_max", "across_requests")
     options: dict[str, Any] = {name: getattr(own, name) for name in names}
     if draft_model and takes_model(drafter):
         options["draft_model"] = draft_model
-    return options
+    return only_read(llm.config.model, drafter, options)
 
 
 def stats_dict(stats: RequestStats) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import typer
 
 from forerun.bench.prompts import PromptCase, read_prompts
 from forerun.cli import options as opt
-from forerun.cli.bench import PLAIN, check_drafters, engines_by_name
+from forerun.cli.bench import PLAIN, check_drafters, engines_by_name, plain_with
 from forerun.cli.console import err, out, print_json, table
 from forerun.cli.engine import open_llm, prepare
 from forerun.cli.groups import values
@@ -69,15 +69,14 @@ def verify(
     cases = read_prompts(prompts, limit)
     pairs = _pairs(name := target.name, tensor_parallel, pipeline_parallel, values(loading))
     options: dict[str, Any] = {
-        "tree_width": sizes.tree_width, "head_weights": sizes.head_weights, "draft_vocabulary": sizes.draft_vocabulary,
-        "adaptive": adaptive, "max_num_seqs": batch_size, **values(loading),
+        "drafter": plain_with(sizes, adaptive), "max_num_seqs": batch_size, **values(loading)
     }  # fmt: skip
-    plain = open_llm(name, PLAIN, **options)
+    plain = open_llm(name, **options)
     report: dict[str, Any] = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "seed": seed}
     report["checks"] = []
     for shards, stages in pairs:
         given: dict[str, Any] = {"tensor_parallel": shards, "pipeline_parallel": stages}
-        llm = plain if (shards, stages) == (1, 1) else open_llm(name, PLAIN, **options, **given)
+        llm = plain if (shards, stages) == (1, 1) else open_llm(name, **options, **given)
         with nullcontext() if llm is plain else closing(llm):
             engines = engines_by_name(llm, wanted, sizes)
             found = _compare(plain, {drafter: engines[drafter] for drafter in wanted}, cases, params, batch_size)

@@ -14,7 +14,7 @@ from typing import Any
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.drafters import portfolio
 from forerun.drafters.base import DrafterSpec
-from forerun.drafters.registry import all_specs, check, drafter_of, spec_of
+from forerun.drafters.registry import all_specs, check, check_read, drafter_of, read_by, spec_of
 from forerun.errors import ConfigError, suggestion
 from forerun.weights.resolve import EMBEDDED
 
@@ -26,6 +26,13 @@ def drafter_config(target: str, text: str, draft_model: str | None, options: Map
     config = _config(target, text, draft_model, {name: value for name, value in options.items() if value is not None})
     check(config)
     return config
+
+
+def only_read(target: str, text: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options meant for several drafters, without those that this one does not read."""
+    model = options.get("draft_model") if takes_model(text) else None
+    unread = {field.name for field in fields(DrafterConfig)} - read_by(drafter_config(target, text, model, {}))
+    return {name: value for name, value in options.items() if name not in unread}
 
 
 def _config(target: str, text: str, draft_model: str | None, given: Mapping[str, Any]) -> DrafterConfig:
@@ -124,4 +131,5 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     else:
         given = {k: v for k, v in options.items() if k in drafter_fields}
         drafter = drafter_config(model, drafter, options.get("draft_model"), given)
+        check_read(drafter, given)
     return EngineConfig(model=model, drafter=drafter, **{k: v for k, v in options.items() if k in engine_fields})

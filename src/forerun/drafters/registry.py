@@ -11,8 +11,9 @@ import importlib.util
 import pkgutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +28,7 @@ from forerun.weights.resolve import resolve_model
 
 Loaded = TypeVar("Loaded")
 
+_FOR_ALL = ("max_draft_tokens", "adaptive", "across_requests")  # without memory, nothing goes across requests
 _GIVEN = {"model": "a draft model was", "layers": "layers were", "members": "members were", "corpus": "a corpus was"}
 
 
@@ -65,6 +67,42 @@ def check(options: DrafterConfig) -> None:
             raise ConfigError(f"{were} given but the drafter is {options.name!r}: choose one of {takers}")
     if "members" in spec.options:
         _check_members(options)
+
+
+def read_by(options: DrafterConfig) -> frozenset[str]:
+    """The fields of DrafterConfig that this drafter, or a member of it, reads; all where it is in a user's file."""
+    each = options.members or (options,)
+    if any(".py:" in one.name for one in each):
+        return frozenset(field.name for field in fields(DrafterConfig))
+    return frozenset(_FOR_ALL).union(*(spec_of(one.name).options for one in each))
+
+
+def check_read(options: DrafterConfig, given: Iterable[str]) -> None:
+    """Raise ConfigError where one of the fields of DrafterConfig that were given is read by none of these drafters."""
+    usual, read = DrafterConfig(), read_by(options)
+    for field in given:
+        value = getattr(options, field)
+        if field not in read and value != getattr(usual, field):
+            names = " and ".join(one.name for one in options.members or (options,))
+            takers = ", ".join(name for name, spec in all_specs().items() if field in spec.options)
+            raise ConfigError(
+                f"{field} {value} was given, but {names} would ignore it: leave it out, or draft with one of {takers}"
+            )
+
+
+def check_heads(options: DrafterConfig) -> None:
+    """Raise ConfigError where a folder of heads is given to another drafter than theirs. Reads headers only."""
+    for one in options.members or (options,):
+        spec = spec_of(one.name)
+        if spec.holds_heads is None or one.model is None:
+            continue
+        with suppress(ModelError):  # reading the heads says what is wrong
+            if spec.holds_heads(resolve_model(one.model)):
+                continue
+        holder = drafter_of(one.model)
+        if holder is not None:
+            raise ConfigError(f"{one.model} holds a head for the drafter {holder}, not {one.name}: use "
+                              f"{holder}={one.model}")  # fmt: skip
 
 
 def _check_members(options: DrafterConfig) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from fastapi import FastAPI
+from grpc.aio import AioRpcError
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
@@ -52,7 +53,7 @@ class RayReplicas:
                 yield said
         except BaseException as error:  # nobody reads on: a replica that lives shall not, either
             response.cancel()
-            if isinstance(error, RayError | RayServeException):
+            if isinstance(error, RayError | RayServeException | AioRpcError):
                 raise ReplicaLost(" ".join(f"{type(error).__name__} {error}".split())[:300]) from error
             raise
 
