@@ -412,7 +412,8 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--out", type=Path, help="instead of a dated file under results/")
     given = parser.parse_args()
-    os.environ.setdefault(QUICK_SERVE, "1")  # as `forerun deploy` does, before Serve is imported
+    for name, value in QUICK_SERVE.items():  # as `forerun deploy` does, before Serve is imported
+        os.environ.setdefault(name, value)
     out = given.out or RESULTS / f"{date.today()}-replicas-{Path(given.model).name}.json"
     if out.is_dir():
         parser.error(f"--out {out} is a folder: name a file")

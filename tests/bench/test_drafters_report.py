@@ -43,7 +43,7 @@ class Drafting(FakeLLM):
 
     def __init__(self, seconds_a_token: float = 0.01, verification: str = "coupled", **options: Any) -> None:
         super().__init__(seconds_a_token, **options)
-        self.config = SimpleNamespace(verification=verification, drafter=DrafterConfig())
+        self.config = SimpleNamespace(model="mini", verification=verification, drafter=DrafterConfig())
         self.engine = SimpleNamespace(policy=FixedPolicy(1))
         self.drafts = seconds_a_token < 0.01
 
@@ -116,8 +116,8 @@ def test_a_drafter_the_model_has_not_is_left_out_once() -> None:
     wanted = entrants(["ngram", "mtp"], [2], rules=False)
     made, left_out = build(Lacking(), wanted, {"tree_width": 3}, may_lack=True)  # type: ignore[arg-type]
     assert left_out == {"mtp": "it has no module"} and list(made) == ["none", "ngram", "ngram fixed 2"]
-    options: Any = {"tree_width": 3, "adaptive": False, "max_draft_tokens": 2}
-    assert made["ngram fixed 2"] == ("ngram", options)
+    options: Any = {"adaptive": False, "max_draft_tokens": 2}
+    assert made["ngram fixed 2"] == ("ngram", options), "n-grams have no trees"
     with pytest.raises(UnsupportedError, match="no module"):
         build(Lacking(), wanted, {}, may_lack=False)  # type: ignore[arg-type]
 

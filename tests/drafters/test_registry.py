@@ -118,6 +118,7 @@ def test_options_that_nobody_would_read_are_refused(drafter: str, options: dict[
 def test_options_that_some_member_or_a_file_reads_are_taken() -> None:
     taken = engine_config("mini", {"drafter": "portfolio=suffix+eagle", "tree_width": 3, "head_weights": "int8"})
     assert [member.tree_width for member in taken.drafter.members] == [3, 3]
+    assert engine_config("somewhere", {"drafter": "auto", "tree_width": 3}), "it takes what there is"
     assert engine_config("mini", {"drafter": "suffix", "across_requests": False, "head_weights": "stored"})
     assert engine_config("mini", {"drafter": f"{EXAMPLE}:Bigram", "ngram_max": 7}).drafter.ngram_max == 7
     assert only_read("mini", "ngram", {"tree_width": 3, "ngram_max": 7, "adaptive": False, "max_num_seqs": 4}) == {

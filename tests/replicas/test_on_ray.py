@@ -26,6 +26,8 @@ pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
 import httpx
 import yaml
 from fastapi.testclient import TestClient
+from grpc import StatusCode
+from grpc.aio import AioRpcError, Metadata
 from ray import serve
 from ray.exceptions import ActorUnavailableError
 
@@ -185,27 +187,32 @@ def test_the_command_lets_streams_end(deployed: Deployed, expected: list[list[in
 class Cancelled:
     """A call that fails, and notes that it is cancelled."""
 
-    cancelled = False
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+        self.cancelled = False
 
     def __aiter__(self) -> Cancelled:
         return self
 
     async def __anext__(self) -> Any:
-        raise ActorUnavailableError("somewhere", b"0" * 16)
+        raise self._error
 
     def cancel(self) -> None:
         self.cancelled = True
 
 
-def test_a_call_that_failed_is_cancelled_where_it_may_run_on() -> None:
-    call = Cancelled()
+@pytest.mark.parametrize("error", [
+    ActorUnavailableError("somewhere", b"0" * 16), AioRpcError(StatusCode.INTERNAL, Metadata(), Metadata()),
+])  # fmt: skip
+def test_a_call_that_failed_is_cancelled_where_it_may_run_on(error: Exception) -> None:
+    call = Cancelled(error)
     handle = SimpleNamespace(options=lambda **_: SimpleNamespace(run=SimpleNamespace(remote=lambda order: call)))
 
     async def read() -> None:
         async for _ in RayReplicas(handle, "forerun", ENGINE).run(None):  # type: ignore[arg-type]
             raise AssertionError
 
-    with pytest.raises(ReplicaLost, match="ActorUnavailable"):
+    with pytest.raises(ReplicaLost, match=type(error).__name__):
         asyncio.run(read())
     assert call.cancelled
 

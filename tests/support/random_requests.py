@@ -13,6 +13,7 @@ from typing import Any
 
 from forerun import LLM, SamplingParams
 from forerun.core import GrammarMask
+from forerun.drafters.named import only_read
 
 PLAIN = {"max_num_seqs": 1, "max_model_len": 64, "prefix_caching": False, "threads": 1}
 COMMON = ("none", "ngram", "suffix", "recycling", "draft", "portfolio=suffix+recycling+draft")
@@ -111,7 +112,7 @@ class Dice:
         }
         if "draft" in drafter:
             options["draft_model"] = world.draft_model
-        return world.plain.with_drafter(drafter, **options)
+        return world.plain.with_drafter(drafter, **only_read(world.plain.config.model, drafter, options))
 
     def request(self) -> Asked:
         """Any parameters, in any mixture that is not refused."""

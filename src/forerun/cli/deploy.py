@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 # Replicas hand their tokens over by gRPC instead of Ray's actor calls. With `mini` on two cores of a Xeon with AMX one
 # client then loses 14 % of a server's speed instead of 39 %, 64 clients 35 % instead of 57 % (benchmarks/replicas.py).
-QUICK_SERVE = "RAY_SERVE_THROUGHPUT_OPTIMIZED"
+QUICK_SERVE = {
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # else only the head has a proxy, and every end takes 30 s
+}
 CONNECT_S = 5.0  # for a cluster's address to answer
 APPLICATION = "forerun"
 TAKEN = "write another host or port under http: into the file"
@@ -88,7 +91,8 @@ def _send_token(address: str) -> None:
 
 
 def _import_ray() -> None:
-    os.environ.setdefault(QUICK_SERVE, "1")  # Serve reads it when it is imported, here and in a cluster started here
+    for name, value in QUICK_SERVE.items():  # Serve reads them when it is imported, here and in a cluster started here
+        os.environ.setdefault(name, value)
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:

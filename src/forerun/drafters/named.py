@@ -125,11 +125,12 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         allowed = sorted(drafter_fields | engine_fields | {"drafter", "draft_model"})
         meant = suggestion(unknown[0], allowed)
         raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(allowed)}{meant}")
-    drafter = options.get("drafter") or "none"
-    if isinstance(drafter, DrafterConfig):
-        check(drafter)
+    text = options.get("drafter") or "none"
+    if isinstance(text, DrafterConfig):
+        check(drafter := text)
     else:
         given = {k: v for k, v in options.items() if k in drafter_fields}
-        drafter = drafter_config(model, drafter, options.get("draft_model"), given)
-        check_read(drafter, given)
+        drafter = drafter_config(model, text, options.get("draft_model"), given)
+        if text != AUTO:  # which takes what there is
+            check_read(drafter, given)
     return EngineConfig(model=model, drafter=drafter, **{k: v for k, v in options.items() if k in engine_fields})

@@ -91,13 +91,17 @@ def check_read(options: DrafterConfig, given: Iterable[str]) -> None:
 
 
 def check_heads(options: DrafterConfig) -> None:
-    """Raise ConfigError where a folder of heads is given to another drafter than theirs. Reads headers only."""
+    """Raise ConfigError where heads are given to another drafter than theirs, ModelError where there is no such folder.
+
+    Reads headers only.
+    """
     for one in options.members or (options,):
         spec = spec_of(one.name)
         if spec.holds_heads is None or one.model is None:
             continue
+        folder = resolve_model(one.model)
         with suppress(ModelError):  # reading the heads says what is wrong
-            if spec.holds_heads(resolve_model(one.model)):
+            if spec.holds_heads(folder):
                 continue
         holder = drafter_of(one.model)
         if holder is not None:

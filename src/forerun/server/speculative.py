@@ -43,7 +43,7 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
         allowed = ", ".join(("method", *NAMES))
         raise ConfigError(f"speculative-config: {', '.join(unknown)} not supported here; the fields are {allowed}")
     options = {NAMES[name]: value for name, value in given.items() if name in NAMES and value is not None}
-    if "ngram_max" in options:  # as in vLLM: the minimum defaults to the maximum
+    if "ngram_max" in options and "ngram_min" in spec.options:  # as in vLLM: the minimum defaults to the maximum
         options.setdefault("ngram_min", options["ngram_max"])
     return {"drafter": spec.name, **options}
 
