@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from forerun.replicas.deployment import Deployment
 
 # Replicas hand their tokens over by gRPC instead of Ray's actor calls. With `mini` on two cores of a Xeon with AMX one
-# client then loses 14 % of a server's speed instead of 39 %, 64 clients 35 % instead of 57 % (benchmarks/replicas.py).
+# client then loses 33 % of a server's speed instead of 39 %, 64 clients 40 % instead of 57 % (benchmarks/replicas.py).
 QUICK_SERVE = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # else only the head has a proxy, and every end takes 30 s

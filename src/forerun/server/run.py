@@ -120,6 +120,11 @@ def announce(llm: LLM, settings: ServerSettings, address: str) -> None:
         "drafter": drafter.name if drafter.model is None else f"{drafter.name}={drafter.model}",
         "max_draft_tokens": None if drafter.name == "none" else drafter.max_draft_tokens,
     })  # fmt: skip
+    if config.num_ranks > 1:
+        log.info("ranks", extra={
+            "processes": config.num_ranks, "tensor_parallel": config.tensor_parallel,
+            "pipeline_parallel": config.pipeline_parallel, "rank_timeout_s": config.rank_timeout_s,
+        })  # fmt: skip
     if llm.loaded.sampling:
         log.info("sampling defaults, as generation_config.json says", extra=dict(llm.loaded.sampling))
     log.info("limits", extra={
