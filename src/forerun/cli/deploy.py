@@ -6,7 +6,6 @@ Knows: clusters, addresses, when to stop. Does not know: replicas, requests.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import signal
 import socket
@@ -22,17 +21,12 @@ import typer
 from forerun.cli.console import print_note
 from forerun.cli.engine import fetch
 from forerun.cli.serve import check_address
+from forerun.config import set_up_serve
 from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
     from forerun.replicas.deployment import Deployment
 
-# Replicas hand their tokens over by gRPC instead of Ray's actor calls. With `mini` on two cores of a Xeon with AMX one
-# client then loses 33 % of a server's speed instead of 39 %, 64 clients 40 % instead of 57 % (benchmarks/replicas.py).
-QUICK_SERVE = {
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # else only the head has a proxy, and every end takes 30 s
-}
 CONNECT_S = 5.0  # for a cluster's address to answer
 APPLICATION = "forerun"
 TAKEN = "write another host or port under http: into the file"
@@ -91,8 +85,7 @@ def _send_token(address: str) -> None:
 
 
 def _import_ray() -> None:
-    for name, value in QUICK_SERVE.items():  # Serve reads them when it is imported, here and in a cluster started here
-        os.environ.setdefault(name, value)
+    set_up_serve()
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:

@@ -330,12 +330,10 @@ class EngineService:
         """A step failed: its requests get an error, their blocks are freed, and the engine is clean again."""
         self._failures += 1
         self.metrics.errors.inc()
-        if isinstance(error, RankLost):
-            log.error("a step of the engine failed", extra={"why": str(error)})
+        log.error("a step of the engine failed", exc_info=None if isinstance(error, RankLost) else error)
+        answer = ApiError(500, "the engine failed on a step this request was part of", code="engine_error")
+        if isinstance(error, RankLost):  # why is the server's last word
             self._why_down, answer = str(error), ApiError(503, str(error), code="rank_lost")
-        else:
-            log.error("a step of the engine failed", exc_info=error)
-            answer = ApiError(500, "the engine failed on a step this request was part of", code="engine_error")
         clean = [self._survives(self._deliver_last)]
         clean += [self._survives(partial(self._fail, [stream], answer)) for stream in list(self._streams.values())]
         if not all([*clean, self._survives(self.llm.engine.scheduler.check_integrity)]):
