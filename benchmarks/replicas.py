@@ -40,7 +40,7 @@ from typing import Any
 import aiohttp
 from serving import machine, server
 
-from forerun.config import set_up_serve
+from forerun.config import use_serve_grpc
 
 RESULTS = Path(__file__).with_name("results")
 ENGINE_PROCESS = b"ray::ServeReplica:forerun:Engine"
@@ -412,7 +412,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--out", type=Path, help="instead of a dated file under results/")
     given = parser.parse_args()
-    set_up_serve()  # as `forerun deploy` does, before Serve is imported
+    use_serve_grpc()  # as `forerun deploy` does, before Serve is imported
     out = given.out or RESULTS / f"{date.today()}-replicas-{Path(given.model).name}.json"
     if out.is_dir():
         parser.error(f"--out {out} is a folder: name a file")

@@ -268,18 +268,18 @@ def use_ray_token(home: Path | None = None) -> bool:
 
 # Replicas hand their tokens over by gRPC instead of Ray's actor calls. With `mini` on two cores of a Xeon with AMX one
 # client then loses 33 % of a server's speed instead of 39 %, 64 clients 40 % instead of 57 % (benchmarks/replicas.py).
-_SERVE: Final = {
+_SERVE_VARIABLES: Final = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # else only the head has a proxy, and every end takes 30 s
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",  # else the first turns it on: a proxy on the head only, 30 s to shut down
 }
 
 
-def set_up_serve() -> None:
-    """Ask Ray Serve for its quick ways, unless the environment says something else.
+def use_serve_grpc() -> None:
+    """Have Ray Serve's replicas stream over gRPC; variables that are set already stand.
 
-    Serve reads it when it is imported, here and in a cluster that is started here.
+    Before Ray Serve is imported. A cluster that is started here afterwards has them, too.
     """
-    for name, value in _SERVE.items():
+    for name, value in _SERVE_VARIABLES.items():
         os.environ.setdefault(name, value)
 
 

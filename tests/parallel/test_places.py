@@ -145,10 +145,11 @@ def test_nccl_is_for_gpus_and_gloo_beside_it(monkeypatch: pytest.MonkeyPatch) ->
     assert (group, where) == (2, GPU) and enqueued is joined.exchange.enqueued
 
 
-class Work:
+class Work(dist.Work):
     """An exchange that a GPU was given."""
 
     def __init__(self, error: str = "") -> None:
+        super().__init__()
         self.error = RuntimeError(error) if error else None
 
     def exception(self) -> Exception | None:
@@ -160,7 +161,7 @@ def enqueued(monkeypatch: pytest.MonkeyPatch, looks: int, *works: Work) -> Excha
     left = chain(repeat(False, looks), [True])
     monkeypatch.setattr(exchange, "given_work", lambda _: lambda: next(left))
     made = Exchange(RankLayout(2, 1), 0, GPU)
-    made.enqueued |= enumerate(works)  # type: ignore[arg-type]
+    made.enqueued.update(enumerate(works))
     return made
 
 
@@ -224,8 +225,8 @@ def test_only_what_a_gpu_was_given_last_is_kept(monkeypatch: pytest.MonkeyPatch)
     """NCCL's exchanges hold the memory of their results, and a pass has hundreds of them."""
 
     class Sent(Work):
-        def wait(self) -> None:
-            pass
+        def wait(self, timeout: timedelta = timedelta()) -> bool:
+            return True
 
     monkeypatch.setattr(dist, "isend", lambda tensor, dst: Sent())
     made = Exchange(RankLayout(1, 3), 1, GPU)

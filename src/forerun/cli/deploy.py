@@ -21,7 +21,7 @@ import typer
 from forerun.cli.console import print_note
 from forerun.cli.engine import fetch
 from forerun.cli.serve import check_address
-from forerun.config import set_up_serve
+from forerun.config import use_serve_grpc
 from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _send_token(address: str) -> None:
 
 
 def _import_ray() -> None:
-    set_up_serve()
+    use_serve_grpc()
     try:
         import ray.serve  # noqa: F401
     except ImportError as error:

@@ -156,14 +156,12 @@ def other_engine(llm: LLM, drafter: str, draft_model: str | None = None, max_dra
 
 def drafter_options(llm: LLM, drafter: str, draft_model: str | None) -> dict[str, Any]:
     """The options of `llm`'s drafter that another drafter reads."""
-    from forerun.drafters.named import only_read, takes_model
+    from forerun.drafters.named import only_read
 
     own = llm.config.drafter
     names = ("tree_width", "head_weights", "draft_vocabulary", "adaptive", "ngram_min", "ngram_max", "across_requests")
-    options: dict[str, Any] = {name: getattr(own, name) for name in names}
-    if draft_model and takes_model(drafter):
-        options["draft_model"] = draft_model
-    return only_read(llm.config.model, drafter, options)
+    shared = {name: getattr(own, name) for name in names}
+    return only_read(llm.config.model, drafter, {**shared, "draft_model": draft_model})
 
 
 def stats_dict(stats: RequestStats) -> dict[str, Any]:

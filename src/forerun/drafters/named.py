@@ -29,9 +29,11 @@ def drafter_config(target: str, text: str, draft_model: str | None, options: Map
 
 
 def only_read(target: str, text: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options meant for several drafters, without those that this one does not read."""
+    """Options meant for several drafters, `draft_model` among them, without those that this one does not read."""
     model = options.get("draft_model") if takes_model(text) else None
     unread = {field.name for field in fields(DrafterConfig)} - read_by(drafter_config(target, text, model, {}))
+    if model is None:
+        unread.add("draft_model")
     return {name: value for name, value in options.items() if name not in unread}
 
 
@@ -125,12 +127,13 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         allowed = sorted(drafter_fields | engine_fields | {"drafter", "draft_model"})
         meant = suggestion(unknown[0], allowed)
         raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(allowed)}{meant}")
-    text = options.get("drafter") or "none"
-    if isinstance(text, DrafterConfig):
-        check(drafter := text)
+    wanted = options.get("drafter") or "none"
+    if isinstance(wanted, DrafterConfig):
+        drafter = wanted
+        check(drafter)
     else:
         given = {k: v for k, v in options.items() if k in drafter_fields}
-        drafter = drafter_config(model, text, options.get("draft_model"), given)
-        if text != AUTO:  # which takes what there is
+        drafter = drafter_config(model, wanted, options.get("draft_model"), given)
+        if wanted != AUTO:  # whose members depend on the model
             check_read(drafter, given)
     return EngineConfig(model=model, drafter=drafter, **{k: v for k, v in options.items() if k in engine_fields})

@@ -28,7 +28,8 @@ from forerun.weights.resolve import resolve_model
 
 Loaded = TypeVar("Loaded")
 
-_FOR_ALL = ("max_draft_tokens", "adaptive", "across_requests")  # without memory, nothing goes across requests
+# Fields that every drafter takes: one that learns nothing from requests keeps to `across_requests=False` anyway.
+_FOR_ALL = ("max_draft_tokens", "adaptive", "across_requests")
 _GIVEN = {"model": "a draft model was", "layers": "layers were", "members": "members were", "corpus": "a corpus was"}
 
 

@@ -332,7 +332,7 @@ class EngineService:
         self.metrics.errors.inc()
         log.error("a step of the engine failed", exc_info=None if isinstance(error, RankLost) else error)
         answer = ApiError(500, "the engine failed on a step this request was part of", code="engine_error")
-        if isinstance(error, RankLost):  # why is the server's last word
+        if isinstance(error, RankLost):  # the server ends with it, and prints it last
             self._why_down, answer = str(error), ApiError(503, str(error), code="rank_lost")
         clean = [self._survives(self._deliver_last)]
         clean += [self._survives(partial(self._fail, [stream], answer)) for stream in list(self._streams.values())]
