@@ -114,7 +114,9 @@ def test_no_row_is_answered_twice_when_the_lock_goes_to_another_one(
     async def lose() -> None:
         one, other = (jobs(tmp_path, "chat") for _ in range(2))
         made, num_rows = await started(one, 40 + num_left), 40 + num_left
-        running = [asyncio.create_task(each.run()) for each in (one, other)]
+        running = [asyncio.create_task(one.run())]
+        await until(lambda: one._owner.holds)  # or the other one may be first, and the batch is never `one`'s
+        running.append(asyncio.create_task(other.run()))
         await until(lambda: one._jobs[made.id].completed >= 40)
         (tmp_path / "in-use.lock").unlink()
         said = await over(other, made.id)
