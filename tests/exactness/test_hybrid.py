@@ -24,6 +24,7 @@ from tests.support import harness, heads
 from tests.support.adversary import Adversary
 
 PROMPTS = ([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 3, 3], [9, 10, 11, 9, 10, 11, 9], list(range(20, 43)), [5, 6, 7, 8, 5])
+NUM_TOKENS = 20  # of an answer
 ENGINES: dict[str, dict[str, object]] = {
     "plain": {},
     "alone": {"max_num_seqs": 1},
@@ -56,7 +57,7 @@ def drafters_of(llm: LLM, drafters: tuple[str, ...], with_module: tuple[str, ...
 
 
 def answers(llm: LLM, temperature: float) -> list[CompletionOutput]:
-    params = SamplingParams(temperature=temperature, max_tokens=30, seed=1, ignore_eos=True, top_k=4)
+    params = SamplingParams(temperature=temperature, max_tokens=NUM_TOKENS, seed=1, ignore_eos=True, top_k=4)
     return [output.outputs[0] for output in llm.generate(PROMPTS, params)]
 
 
@@ -91,7 +92,7 @@ def test_layers_that_miss_nothing_draft_what_the_target_says(case: str, tmp_path
     for temperature in (0.0, 1.0):
         expected, found = answers(llm, temperature), answers(made, temperature)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
-        assert all(answer.stats.num_steps <= 30 / 5 + 2 for answer in found), [a.stats.num_steps for a in found]
+        assert all(answer.stats.num_steps <= NUM_TOKENS / 5 + 2 for answer in found), [a.stats.num_steps for a in found]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -217,7 +218,7 @@ def test_an_interrupted_step_changes_no_token(
 ) -> None:
     """Of the other requests: their states may have advanced, in some layers or all, and their tokens not."""
     made = llm.with_drafter("ngram", adaptive=False, max_num_seqs=3, block_size=4)
-    params = SamplingParams(temperature=1.0, max_tokens=30, seed=1, ignore_eos=True, top_k=4)
+    params = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, seed=1, ignore_eos=True, top_k=4)
     streams = [made.stream(prompt, params) for prompt in PROMPTS[:3]]
     for stream in streams:
         next(stream)

@@ -202,7 +202,8 @@ def test_an_empty_key_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_log_lines() -> None:
-    record = logging.makeLogRecord({"msg": "request", "levelname": "INFO", "request_id": "a", "status": 200, "x": None})
+    fields = {"msg": "request", "levelname": "INFO", "request_id": "a", "status": 200, "x": None, "_ray": "Ray's own"}
+    record = logging.makeLogRecord(fields)
     assert (
         json.loads(JsonFormatter().format(record)).items()
         >= {"event": "request", "request_id": "a", "status": 200}.items()

@@ -42,7 +42,9 @@ class TextFormatter(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD and value is not None}
+    # A name with an underscore is a library's: Ray adds _ray_timestamp_ns to every record.
+    own = {name: value for name, value in vars(record).items() if name not in _STANDARD and not name.startswith("_")}
+    return {name: value for name, value in own.items() if value is not None}
 
 
 def _word(value: str) -> str:
