@@ -354,7 +354,7 @@ FACTS: dict[str, Callable[[random.Random], Fact]] = {
     "animals": animal_fact,
     "sums": sum_fact,
 }
-SHARES = {"countries": 0.42, "calendar": 0.1, "words": 0.2, "animals": 0.1, "sums": 0.18}
+SHARES = {"countries": 0.4, "calendar": 0.09, "words": 0.18, "animals": 0.09, "sums": 0.24}
 
 
 def fact(rng: random.Random, split: str) -> GrammarSample:

@@ -389,8 +389,8 @@ def summarizing(rng: random.Random, split: str) -> GrammarSample:
 
 
 SKILLS: tuple[tuple[float, Callable[[random.Random, str], GrammarSample]], ...] = (
-    (0.16, copying), (0.2, extraction), (0.16, from_passage), (0.22, editing), (0.14, sorting), (0.02, counting),
-    (0.03, picking), (0.03, reversing), (0.04, summarizing),
+    (0.18, copying), (0.17, extraction), (0.14, from_passage), (0.24, editing), (0.17, sorting), (0.02, counting),
+    (0.03, picking), (0.03, reversing), (0.02, summarizing),
 )  # fmt: skip
 
 
