@@ -2,7 +2,8 @@
 
 Knows: speculators. Does not know: forerun, whose tests read what is written here. Beside each head `expected.json`
 holds the logits that the library's own model gives every slot of a block behind known tokens, in float32, and the chain
-that follows from them where slots look at those before. Run in an environment with torch, transformers and speculators
+that follows from them where slots look at those before; of EAGLE-3 the logits of a greedy chain, behind what the target
+itself says last. Run in an environment with torch, transformers and speculators
 0.9.0:
 
     tools/bin/python lab/head_fixtures.py tests/drafters/fixtures
@@ -26,6 +27,7 @@ from speculators.models.dflash import DFlashSpeculatorConfig
 from speculators.models.dflash.core import DFlashDraftModel
 from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
 from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.models.peagle import core as peagle
 from speculators.models.peagle.config import PEagleSpeculatorConfig
 from speculators.models.xpress import XPressDraftModel, XPressSpeculatorConfig
@@ -63,8 +65,8 @@ def speculators_config(algorithm: str, num_drafts: int) -> SpeculatorsConfig:
     )
 
 
-def layers(kind: str, **fields: Any) -> Any:
-    made = transformers.AutoConfig.for_model(kind, num_hidden_layers=2, **SIZES, **fields)
+def layers(kind: str, num_layers: int = 2, **fields: Any) -> Any:
+    made = transformers.AutoConfig.for_model(kind, num_hidden_layers=num_layers, **SIZES, **fields)
     made._attn_implementation = "eager"
     return made
 
@@ -111,6 +113,36 @@ def write(name: str, model: Any, layer_ids: list[int], logits_of: Callable[..., 
                 if hasattr(model, part):
                     case["chain"] = chain(model, logits, TOKENS[:num_known])
             cases.append(case)
+    Path(name, "expected.json").write_text(json.dumps(cases) + "\n")
+
+
+def write_chains(name: str, model: Any, layer_ids: list[int], target: Any) -> None:
+    """Save a head that drafts token by token, and its chains behind what the target says after the known tokens."""
+    model.eval().save_pretrained(name)
+    Path(name, "config.py").unlink()
+    cases = []
+    with torch.no_grad():
+        for num_known in NUM_KNOWN:
+            known = TOKENS[: num_known - 1]
+            known = [*known, int(target(torch.tensor([known])).logits[0, -1].argmax())]
+            hidden = target(torch.tensor([known]), output_hidden_states=True).hidden_states
+            states, rows, chain = torch.cat([hidden[i] for i in layer_ids], -1)[:, :-1], len(known) - 1, list[int]()
+            found: list[torch.Tensor] = []
+            hook = model.lm_head.register_forward_hook(
+                lambda _, __, out, found=found, row=rows - 1: found.append(out[0, row])
+            )
+            for depth in range(BLOCK - 1):
+                # A step of its training reads the next token of each row: of the last one, what was drafted before.
+                ids = torch.tensor([[*known[1:], *chain]])
+                filled = torch.cat([states, states.new_zeros(1, len(chain), states.shape[2])], 1)
+                documents = torch.tensor([[0] * rows + [-1] * len(chain)])
+                found.clear()
+                model(filled, ids, documents, ttt_steps=depth + 1)
+                best = int(found[depth].argmax())
+                chain.append(best + int(model.d2t[best]))
+            hook.remove()
+            logits = [[round(x, 6) for x in row.tolist()] for row in found]
+            cases.append({"known": known, "logits": logits, "chain": chain})
     Path(name, "expected.json").write_text(json.dumps(cases) + "\n")
 
 
@@ -222,6 +254,18 @@ def main(folder: Path) -> None:
     parallel.load_verifier_weights()
     random_weights(parallel, 0.3, 3, kept=("verifier",))
     write("peagle", parallel, [0, 2, 3], parallel_logits, hidden)
+
+    chained = Eagle3DraftModel(
+        Eagle3SpeculatorConfig(
+            transformer_layer_config=layers("llama", num_layers=1), draft_vocab_size=len(DRAFTED),
+            norm_before_residual=True, eagle_aux_hidden_state_layer_ids=[1, 2, 3],
+            speculators_config=speculators_config("eagle3", BLOCK - 1),
+        )
+    )  # fmt: skip
+    chained.load_vocab_mappings(t2d, d2t)
+    chained.load_verifier_weights()
+    random_weights(chained, 0.3, 6, kept=("verifier",))
+    write_chains("eagle3", chained, [1, 2, 3], target)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Heads of vLLM's speculators (lab/head_fixtures.py): the logits of every slot are the library's own."""
+"""Heads of vLLM's speculators (lab/head_fixtures.py): logits and chains are the library's own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from forerun.config import DrafterConfig
+from forerun.core import SamplingParams
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import BlockPasses, LayerSpec
 from forerun.models.batch import ForwardBatch, SequenceRows
@@ -25,6 +27,7 @@ from forerun.speculation.draft import Draft
 from forerun.speculation.growth import TreeGrower
 from tests.models import factory
 from tests.support import harness, tiny
+from tests.support.drafting import overhear
 from tests.support.enqueued import Enqueued
 
 FIXTURES, BLOCK_SIZE = Path(__file__).parent / "fixtures", 4
@@ -104,3 +107,20 @@ def test_captured_blocks_of_any_size_have_the_same_logits(name: str, target: Dec
     assert (capture.num_captures > 0) == (
         name in ("dflash", "dspark", "xpress")
     )  # P-EAGLE reads known tokens in the same batch
+
+
+def test_eagle_drafts_the_librarys_chains(target: Decoder) -> None:
+    """In an engine, behind the token that the target says first."""
+    options = DrafterConfig(
+        name="eagle", model=str(FIXTURES / "eagle3"), max_draft_tokens=4, tree_width=1, adaptive=False
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    for case in json.loads((FIXTURES / "eagle3" / "expected.json").read_text()):
+        made = tiny.engine(target, options, max_model_len=64)
+        ear, prompt = overhear(made, stride=1), case["known"][:-1]
+        tiny.run(made, [harness.request(0, prompt, params, 64)])
+        rows = [(path, row) for known, path, row in ear.heard if known == case["known"]]
+        assert [path for path, _ in rows] == [case["chain"][:depth] for depth in range(4)]
+        for (_, row), wanted in zip(rows, torch.tensor(case["logits"]), strict=True):
+            torch.testing.assert_close(row[row > -torch.inf], wanted, rtol=2e-4, atol=2e-4)
+        assert int(rows[-1][1].argmax()) == case["chain"][-1]
