@@ -27,7 +27,7 @@ def products() -> list[list[Entry]]:
 
 
 def attentions() -> list[list[Entry]]:
-    plain, _, latent, combine, _ = attention_list.attentions()
+    plain, _, latent, combine, with_sinks = attention_list.attentions()
     dim = plain[1]["DIM"]
     rope = attention_list.rotations()[0]  # with norms of heads
     one_head = {"NUM_Q": 4, "NUM_KV": 1, "ROW_SIZE": 6 * dim}
@@ -36,7 +36,7 @@ def attentions() -> list[list[Entry]]:
         [rope, *(_with(rope, {"NUM_Q": 2 * n, "NUM_KV": n}) for n in (3, 1))],
         [plain, _with(plain, one_head), _with(plain, half_a_head)],
         [latent, _with(latent, {"NUM_HEADS": 8, "HEADS": 8, "ROWS": 2})],
-        [combine, *(_with(combine, {"NUM_HEADS": n}) for n in (6, 1))],
+        *([entry, *(_with(entry, {"NUM_HEADS": n}) for n in (6, 1))] for entry in (combine, with_sinks)),
     ]
 
 
