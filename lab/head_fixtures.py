@@ -2,9 +2,8 @@
 
 Knows: speculators. Does not know: forerun, whose tests read what is written here. Beside each head `expected.json`
 holds the logits that the library's own model gives every slot of a block behind known tokens, in float32, and the chain
-that follows from them where slots look at those before; of EAGLE-3 the logits of a greedy chain, behind what the target
-itself says last. Run in an environment with torch, transformers and speculators
-0.9.0:
+that follows from them where slots look at those before; of EAGLE-3 a greedy chain and its logits, behind known tokens
+of which the target chose the last. Run in an environment with torch, transformers and speculators 0.9.0:
 
     tools/bin/python lab/head_fixtures.py tests/drafters/fixtures
 """
@@ -101,9 +100,8 @@ def keep_hidden(model: Any) -> None:
 
 
 def write(name: str, model: Any, layer_ids: list[int], logits_of: Callable[..., torch.Tensor], hidden: Any) -> None:
-    """Save a head, and what it drafts."""
-    model.eval().save_pretrained(name)
-    Path(name, "config.py").unlink()  # the library's own code
+    """Save a head that drafts blocks, and what it drafts."""
+    model.eval()
     cases = []
     with torch.no_grad():
         for num_known in NUM_KNOWN:
@@ -113,13 +111,12 @@ def write(name: str, model: Any, layer_ids: list[int], logits_of: Callable[..., 
                 if hasattr(model, part):
                     case["chain"] = chain(model, logits, TOKENS[:num_known])
             cases.append(case)
-    Path(name, "expected.json").write_text(json.dumps(cases) + "\n")
+    save(name, model, cases)
 
 
 def write_chains(name: str, model: Any, layer_ids: list[int], target: Any) -> None:
-    """Save a head that drafts token by token, and its chains behind what the target says after the known tokens."""
-    model.eval().save_pretrained(name)
-    Path(name, "config.py").unlink()
+    """Save a head that drafts token by token, and its greedy chains."""
+    model.eval()
     cases = []
     with torch.no_grad():
         for num_known in NUM_KNOWN:
@@ -143,6 +140,12 @@ def write_chains(name: str, model: Any, layer_ids: list[int], target: Any) -> No
             hook.remove()
             logits = [[round(x, 6) for x in row.tolist()] for row in found]
             cases.append({"known": known, "logits": logits, "chain": chain})
+    save(name, model, cases)
+
+
+def save(name: str, model: Any, cases: list[dict[str, Any]]) -> None:
+    model.save_pretrained(name)
+    Path(name, "config.py").unlink()  # the library's own code
     Path(name, "expected.json").write_text(json.dumps(cases) + "\n")
 
 

@@ -43,8 +43,11 @@ class TextFormatter(logging.Formatter):
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
     # A name with an underscore is a library's: Ray adds _ray_timestamp_ns to every record.
-    own = {name: value for name, value in vars(record).items() if name not in _STANDARD and not name.startswith("_")}
-    return {name: value for name, value in own.items() if value is not None}
+    return {
+        name: value
+        for name, value in vars(record).items()
+        if value is not None and name not in _STANDARD and not name.startswith("_")
+    }
 
 
 def _word(value: str) -> str:
