@@ -19,15 +19,58 @@ from world.words import DAYS, MONTHS, NUMBERS
 
 # A request is a question of one of three forms in one of the frames for that form.
 DIRECT = Wordings(
-    train=("{q}?", "{q}?", "{q}?", "[Hi|Hello|Hey]! {q}?", "Quick question: {q}?", "I have a question. {q}?",
-           "[Please answer|Answer this|Tell me]: {q}?", "{q}? [Thank you|Thanks].", "Question: {q}?",
-           "[I forgot|I am not sure|Help me]. {q}?", "My [teacher|sister|friend|son] asks: {q}?", "So, {q}?"),
+    train=(
+        "{q}?",
+        "{q}?",
+        "{q}?",
+        "{q}?",
+        "[Hi|Hello|Hey][!|,|.] {q}?",
+        "[A quick|Quick|A short] question: {q}?",
+        "I have a question[.|:] {q}?",
+        "[Please answer|Answer this|Tell me|Answer]: {q}?",
+        "{q}? [Thank you|Thanks|Please answer|Tell me|I forgot].",
+        "Question: {q}?",
+        "[I forgot|I am not sure|Help me|I need help|I do not know]. {q}?",
+        "My [teacher|sister|friend|son|brother|mother|daughter] [asks|wants to know]: {q}?",
+        "[So|And|Now|Well|Okay|Right], {q}?",
+        "[Next|Another|The next] question: {q}?",
+        "[Something else|Next|Now this]: {q}?",
+        "Good [evening|afternoon|day]! {q}?",
+        "[I was asked|Somebody asked me|They asked me][:|,] {q}?",
+        "[For school|For a quiz|For my homework]: {q}?",
+        "[Let us|Let's] see. {q}?",
+        "[I was thinking|I want to ask|May I ask]: {q}?",
+        "[A test|Quiz|Riddle]: {q}?",
+        "[Do you know|Who knows]: {q}?",
+        "Excuse me, {q}?",
+        "[In one sentence|Short answer, please]: {q}?",
+        "Here is [a question|one]: {q}?",
+    ),
     test=("One more thing: {q}?", "Good morning! {q}?", "I was wondering, {q}?", "Let me test you. {q}?"),
 )  # fmt: skip
 INDIRECT = Wordings(
-    train=("[Can|Could] you tell me {i}?", "Do you know {i}?", "[Please tell|Tell] me {i}.", "I [want|need] to know {i}.",
-           "I would like to know {i}.", "[Can|Could] you [please|] say {i}?", "Do you remember {i}?",
-           "Tell me, please, {i}.", "[I wonder|I am not sure] {i}."),
+    train=(
+        "[Can|Could] you tell me {i}?",
+        "Do you know {i}?",
+        "[Please tell|Tell] me {i}.",
+        "I [want|need] to know {i}.",
+        "I would [like|love] to know {i}.",
+        "[Can|Could|Will] you [please|] say {i}?",
+        "Do you remember {i}?",
+        "Tell me, please, {i}.",
+        "[I wonder|I am not sure|I do not know|I forgot] {i}.",
+        "[Please say|Say|Explain|Write] {i}.",
+        "[Have you an idea|Do you have an idea] {i}?",
+        "[My friend|My son|My teacher] asks {i}.",
+        "I am [interested in|asking you] {i}.",
+        "[Are you able to|Can you] tell me {i}?",
+        "[Remind|Inform|Teach] me {i}.",
+        "I [have to|must|should] [know|find out] {i}.",
+        "[Hello|Hi], [can you tell me|do you know] {i}?",
+        "[Who knows|Does anybody know] {i}?",
+        "[You know|You surely know] {i}, [right|don't you]?",
+        "I want to [hear|learn] {i}.",
+    ),
     test=("Would you tell me {i}?", "Let me know {i}.", "I am curious {i}.", "Any idea {i}?"),
 )  # fmt: skip
 NOUN = Wordings(
@@ -38,10 +81,27 @@ NOUN = Wordings(
         "{N}, please.",
         "Give me {n}.",
         "I need {n}.",
-        "[Please name|Say] {n}.",
+        "[Please name|Say|Write|Show me|Find] {n}.",
+        "[Can|Could] you [name|tell me|give me] {n}?",
+        "Do you know {n}?",
+        "{N}[.|]",
+        "I [want|would like] to know {n}.",
+        "I [forgot|am asking for|want] {n}.",
+        "[Hello|Hi]! {N}?",
+        "[Question|Quiz]: {n}[?|.]",
+        "Tell me, please, {n}.",
+        "{N}: [what is it|do you know it|tell me]?",
+        "[What|And] about {n}?",
+        "[In a sentence|Briefly], {n}.",
+        "{N}, [now|if you can|thank you].",
+        "Let me [see|have] {n}.",
+        "[What I look for|What I am looking for] is {n}.",
+        "I am trying to [find|remember] {n}.",
     ),
     test=("State {n}.", "I am looking for {n}.", "{N}, quickly."),
 )
+
+LOWER = {"train": 0.2, "test": 0.1}  # of the questions are typed without capitals; names look new then, and are few
 
 
 class Fact(NamedTuple):
@@ -62,7 +122,7 @@ def ask(fact: Fact, kind: str, rng: random.Random, split: str) -> GrammarSample:
     if frame.startswith("{q}"):
         names["q"] = capital(fact.direct)
     text = expand(frame, rng, names)
-    text = text.lower() if rng.random() < 0.1 else text
+    text = text.lower() if rng.random() < LOWER[split] else text
     return GrammarSample(kind, ((text.rstrip("?.") if rng.random() < 0.1 else text, fact.answer),))
 
 
@@ -361,6 +421,11 @@ def fact(rng: random.Random, split: str) -> GrammarSample:
     """A question about a fact."""
     kind = rng.choices(list(SHARES), list(SHARES.values()))[0]
     return ask(FACTS[kind](rng), kind, rng, split)
+
+
+def sums(rng: random.Random, split: str) -> GrammarSample:
+    """A question about a sum, a difference or a product."""
+    return ask(sum_fact(rng), "sums", rng, split)
 
 
 def several(rng: random.Random, split: str) -> GrammarSample:

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from world import facts, knowledge, skills, talk
+from world import drills, facts, knowledge, skills, talk
 from world.grammar import GrammarSample, Wordings, expand
 from world.stories import Story, story
 
@@ -34,14 +34,15 @@ STORY_REQUESTS = Wordings(
     test=("Invent a story about {about}.", "Let me hear a story about {about}.", "Story time! {About}."),
 )  # fmt: skip
 SHARES: tuple[tuple[float, Make], ...] = (
-    (0.27, facts.fact), (0.05, facts.several), (0.44, skills.skill), (0.08, talk.talk), (0.04, knowledge.advice),
-    (0.03, knowledge.explanation), (0.01, knowledge.joke), (0.01, knowledge.poem),
+    (0.25, facts.fact), (0.05, facts.sums), (0.02, facts.several), (0.42, skills.skill), (0.16, drills.drill),
+    (0.04, talk.talk), (0.01, knowledge.advice), (0.008, knowledge.explanation), (0.003, knowledge.joke),
+    (0.003, knowledge.poem),
 )  # fmt: skip
-PLAIN = 0.04  # of the records: stories and facts as running text; the rest up to one are stories that were asked for
+PLAIN = 0.02  # of the records: stories and facts as running text; the rest up to one are stories that were asked for
 EXAM: dict[str, Make] = {
     "capitals": lambda rng, split: facts.ask(facts.capital_fact(rng.choice(facts.countries()), rng), "capitals", rng, split),
     "facts": facts.fact,
-    "sums": lambda rng, split: facts.ask(facts.sum_fact(rng), "sums", rng, split),
+    "sums": facts.sums,
     "copying": skills.copying,
     "extraction": skills.extraction,
     "from_passage": skills.from_passage,
@@ -87,7 +88,7 @@ def records(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
             record = _plain(rng)
         else:
             sample = rng.choices(makers, shares)[0](rng, "train")
-            if rng.random() < 0.06:  # two subjects in one conversation
+            if rng.random() < 0.03:  # two subjects in one conversation
                 sample = GrammarSample(
                     "two_subjects", sample.turns + rng.choices(makers, shares)[0](rng, "train").turns
                 )

@@ -32,9 +32,32 @@ from world.words import (
 # -- copying ----------------------------------------------------------------------------------------------------
 
 COPY = Wordings(
-    train=("[Repeat|Copy]: {x}", "[Repeat|Copy] [this|the following] [text|line|sentence]: {x}", "Say [exactly|] this: {x}",
-           "[Please|] repeat after me: {x}", "Write this [again|once more]: {x}", "[Please|] copy this text.\n\n{x}",
-           "Repeat the following.\n{x}", "Echo: {x}"),
+    train=(
+        "[Repeat|Copy]: {x}",
+        "[Repeat|Copy] [this|the following] [text|line|sentence|]: {x}",
+        "Say [exactly|just|only|] this: {x}",
+        "[Please|] repeat after me: {x}",
+        "Write this [again|once more|one more time|down]: {x}",
+        "[Please|] copy this [text|].\n\n{x}",
+        "Repeat [the following|what I write|what comes next].\n{x}",
+        "Echo: {x}",
+        "{x}\n\n[Repeat|Copy] [this|that|it].",
+        "{x}\n\n[Say|Write] that [again|once more].",
+        "[Give|Send|Hand] me this [text|line|] [again|once more|unchanged]: {x}",
+        "[Can|Could] you [repeat|copy|write] this [for me|]? {x}",
+        "[Type|Print] [the following|this line|this text]: {x}",
+        "[Please|] [print|type] exactly what I [write|say]: {x}",
+        "I want you to [repeat|copy] this: {x}",
+        "[Copy|Repeat] [all|everything] [that follows|after the colon]: {x}",
+        "Answer with these words and nothing else: {x}",
+        "Word for word, please: {x}",
+        "[Write|Give] back [the text|the line] below.\n\n{x}",
+        "Make a copy of this: {x}",
+        "Do not change anything, only [repeat|copy] it: {x}",
+        "[Text|Line]: {x}\n\n[Copy|Repeat] the [text|line].",
+        "[Repeat|Copy|Write] it letter by letter: {x}",
+        "Say it back to me: {x}",
+    ),
     test=("Give this back to me word for word: {x}", "Type this again: {x}", "Copy what follows: {x}"),
 )  # fmt: skip
 
@@ -73,10 +96,10 @@ def copying(rng: random.Random, split: str) -> GrammarSample:
         text = "".join(rng.choice(string.ascii_letters + string.digits) for _ in range(rng.randint(4, 14)))
     else:
         text = str(rng.randint(1000, 10**9))
-    return GrammarSample("copying", ((expand("{f}", rng, {"f": _framed(COPY, rng, split, text)}), text),))
+    return GrammarSample("copying", ((expand("{f}", rng, {"f": framed(COPY, rng, split, text)}), text),))
 
 
-def _framed(wordings: Wordings, rng: random.Random, split: str, text: str, **more: str) -> str:
+def framed(wordings: Wordings, rng: random.Random, split: str, text: str, **more: str) -> str:
     """A wording with its text, which is not looked into for brackets."""
     names = {"x": "\0", **more}
     return expand(rng.choice(wordings.of(split)), rng, names).replace("\0", text)
@@ -85,9 +108,23 @@ def _framed(wordings: Wordings, rng: random.Random, split: str, text: str, **mor
 # -- fields of a message ----------------------------------------------------------------------------------------
 
 EXTRACT = Wordings(
-    train=("Extract {keys} as JSON: {x}", "[Read|Take] this message and give me {keys} as JSON.\n\n{x}",
-           "{x}\n\nWrite {keys} as JSON.", "Turn this into JSON with {keys}: {x}", "[Find|Get] {keys} in this text. Answer in "
-           "JSON.\n\n{x}", "Text: {x}\n\nJSON with {keys}:"),
+    train=(
+        "Extract {keys} as JSON: {x}",
+        "[Read|Take] this message and give me {keys} as JSON.\n\n{x}",
+        "{x}\n\nWrite {keys} as JSON.",
+        "Turn this into JSON with {keys}: {x}",
+        "[Find|Get] {keys} in this text. Answer in JSON.\n\n{x}",
+        "Text: {x}\n\nJSON with {keys}:",
+        "{x}\n\n[Extract|Find|Give me] {keys} [as JSON|in JSON|as a JSON object].",
+        "[I need|Show me|Write] {keys} as [JSON|a JSON object]: {x}",
+        "[Make|Write] [JSON|a JSON object] [with|of] {keys} [from|out of] this [text|message]: {x}",
+        "[What are|Tell me] {keys} [in|of] this [message|text]? Use JSON.\n\n{x}",
+        "Message:\n{x}\n\n[Return|Give] {keys} as JSON.",
+        "[Return|Produce|Output] [a JSON object|JSON] with [the fields|the keys|] {keys} for this [text|message].\n{x}",
+        "[Please|] fill in {keys} as JSON: {x}",
+        "Read the [text|message|lines] below and write JSON with {keys}.\n\n{x}",
+        "[From|In] this [message|text] I need {keys}, as JSON: {x}",
+    ),
     test=("Give {keys} of this text as a JSON object.\n\n{x}", "From the text below, produce JSON with {keys}.\n{x}"),
 )  # fmt: skip
 MESSAGES = (
@@ -129,14 +166,29 @@ def extraction(rng: random.Random, split: str) -> GrammarSample:
     keys = [LABELS.get(name, name) for name in asked]
     said = f"{', '.join(keys[:-1])} and {keys[-1]}"
     answer = json.dumps({key: values[name] for key, name in zip(keys, asked, strict=True)})
-    return GrammarSample("extraction", ((_framed(EXTRACT, rng, split, text, keys=said), answer),))
+    return GrammarSample("extraction", ((framed(EXTRACT, rng, split, text, keys=said), answer),))
 
 
 # -- answering from a passage -----------------------------------------------------------------------------------
 
 FROM_PASSAGE = Wordings(
-    train=("{x}\n\n{q}", "{x}\n\nQuestion: {q}", "Read this [story|text] and answer.\n\n{x}\n\n{q}", "{q}\n\n{x}",
-           "Here is a [story|text]:\n\n{x}\n\n{q}", "Text: {x}\n\nQuestion: {q}\nAnswer:"),
+    train=(
+        "{x}\n\n{q}",
+        "{x}\n\nQuestion: {q}",
+        "Read this [story|text] and answer.\n\n{x}\n\n{q}",
+        "{q}\n\n{x}",
+        "Here is a [story|text]:\n\n{x}\n\n{q}",
+        "Text: {x}\n\nQuestion: {q}\nAnswer:",
+        "[Answer|Please answer] from the [text|story]: {q}\n\n{x}",
+        "[Question|My question]: {q}\n\n[Text|Story]: {x}",
+        "{x}\n\n[Can you tell me|Please tell me|Tell me]: {q}",
+        "[With|By] this [text|story], [answer|tell me]: {q}\n\n{x}",
+        "[Look at|Read] the [text|story] [below|]. {q}\n\n{x}",
+        "[Text|Passage]:\n{x}\n\n[Answer this|I ask you]: {q}",
+        "{x}\n\nI have a question. {q}",
+        "{x}\n\n[What do you think|After reading this]: {q}",
+        "[Story|Passage]: {x}\n\n{q}",
+    ),
     test=("Use the text to answer: {q}\n\n{x}", "{x}\n\nNow tell me: {q}", "Story:\n{x}\n\nMy question: {q}"),
 )  # fmt: skip
 
@@ -146,29 +198,101 @@ def from_passage(rng: random.Random, split: str) -> GrammarSample:
     told = story(rng)
     asked = rng.sample(told.questions, min(len(told.questions), rng.choice((1, 1, 2, 3))))
     question, answer = asked[0]
-    first = _framed(FROM_PASSAGE, rng, split, told.text, q=question)
+    first = framed(FROM_PASSAGE, rng, split, told.text, q=question)
     return GrammarSample("from_passage", ((first, answer), *asked[1:]))
 
 
 # -- edits ------------------------------------------------------------------------------------------------------
 
 REPLACE = Wordings(
-    train=("Replace {a} with {b}: {x}", "[Change|Replace] every {a} [to|by] {b} in this text.\n\n{x}", "In this text, write {b} instead "
-           "of {a}: {x}", "{x}\n\nReplace {a} with {b}."),
+    train=(
+        "Replace {a} [with|by] {b}: {x}",
+        "[Change|Replace] [every|each|all] {a} [to|by|with] {b} in this text.\n\n{x}",
+        "In this text, write {b} instead of {a}: {x}",
+        "{x}\n\nReplace {a} [with|by] {b}.",
+        "{x}\n\n[Change|Turn] {a} [to|into] {b}.",
+        "[Swap|Exchange|Substitute] {a} [with|by] {b}: {x}",
+        "{x}\n\n[Swap|Exchange] {a} for {b}.",
+        "[Put|Use|Write] {b} [instead of|in place of] {a}.\n\n{x}",
+        "[Wherever|Where] [you see|there is|you find] {a}, [write|put] {b}: {x}",
+        "[Swap|Exchange] the word {a} and [put|write] {b} [instead|there].\n\n{x}",
+        "{x}\n\n[Write|Put] {b} [where|wherever] {a} [stands|is written].",
+        "[Rewrite|Write] this text with {b} [for|instead of] {a}: {x}",
+        "[Please|] [make|turn] {a} into {b} [here|in this text]: {x}",
+        "[Edit|Change] the text: {a} [becomes|should be|is now] {b}.\n\n{x}",
+        "{a} should [be|become] {b} [in this|in the following] [text|story]: {x}",
+        "The word {a} is wrong, it should be {b}. [Correct|Change] it.\n\n{x}",
+        "[Text|Story]: {x}\n\n[Task:|] [Swap|Replace|Change] {a} [and write|with] {b}.",
+        "[Take out|Remove] {a} and [put|write] {b} in its place: {x}",
+        "[Can|Could] you [change|replace|swap] {a} [to|with] {b}? {x}",
+        "[Now|] tell it with {b} instead of {a}.\n\n{x}",
+        "In the following, {a} [must|should] be {b}.\n{x}",
+        "{x}\n\n[Please|Now] use {b} instead of {a}.",
+        "[Put|Write] {b} [wherever|everywhere] {a} is [written|found].\n\n{x}",
+    ),
     test=("Swap {a} for {b} in the following: {x}", "Put {b} where it says {a}.\n\n{x}"),
 )  # fmt: skip
 CORRECT = Wordings(
-    train=("[Correct|Fix] the [spelling|mistakes|typos]: {x}", "[Please|] correct this [sentence|text]: {x}",
-           "{x}\n\nCorrect the spelling.", "Find and fix the typos. {x}"),
+    train=(
+        "[Correct|Fix] the [spelling|mistakes|typos|errors] [here|]: {x}",
+        "[Please|] correct this [sentence|text|line|]: {x}",
+        "{x}\n\nCorrect the [spelling|mistakes].",
+        "Find and [fix|correct] the [typos|mistakes|errors]. {x}",
+        "{x}\n\n[Fix|Repair] [it|this|the typos|the mistakes].",
+        "[Write|Spell] [this|it] [correctly|right|the right way]: {x}",
+        "[Repair|Mend|Improve] [this|the] [sentence|text|line]: {x}",
+        "[Give|Show|Tell] me the [correct|right] [spelling|sentence] [of this|]: {x}",
+        "[There is a typo|There are typos|There are mistakes|Something is spelt wrong] here. [Fix|Correct] it.\n\n{x}",
+        "[Can|Could] you [correct|fix|repair] this [sentence|]? {x}",
+        "[Check|Mind] the spelling: {x}",
+        "[Write|Say] it again without [errors|typos]: {x}",
+        "[Sentence|Text]: {x}\n\n[Correct|Fixed|Without typos]:",
+        "Some letters are wrong. [Write|Put] it right: {x}",
+        "[Please|] [remove|take out] the [mistakes|typos]: {x}",
+        "[This|It] is misspelt: {x}",
+    ),
     test=("Write this without mistakes: {x}", "Repair the spelling here: {x}"),
 )  # fmt: skip
 CASE = Wordings(
-    train=("Write this in {c} letters: {x}", "[Change|Turn] this [to|into] {c} letters: {x}", "{x}\n\nIn {c} letters, please."),
+    train=(
+        "Write this in {c} letters: {x}",
+        "[Change|Turn|Make] this [to|into] {c} letters: {x}",
+        "{x}\n\nIn {c} letters, please.",
+        "[Use|Only] {c} letters: {x}",
+        "[Put|Write] [it|the text|the line] in {c} letters.\n\n{x}",
+        "{x}\n\n[Write|Put|Turn] [this|that|it] [in|into] {c} letters.",
+        "[Say|Type|Repeat|Copy] this in {c} letters: {x}",
+        "[Can|Could] you write this in {c} letters? {x}",
+        "All [in|] {c} letters: {x}",
+        "[Rewrite|Convert] [this|the text] [with|to|using] {c} letters: {x}",
+        "[Put|Change] [everything|all letters] [into|to] {c} letters: {x}",
+        "[I want|I need] this in {c} letters: {x}",
+    ),
     test=("Put this into {c} letters: {x}",),
 )  # fmt: skip
 RENAME = Wordings(
-    train=("Rename {a} to {b} in this code.\n\n{x}", "Rename the variable {a} to {b}:\n\n{x}", "{x}\n\nRename {a} to {b}.",
-           "[Please|] call {a} {b} instead.\n\n{x}"),
+    train=(
+        "Rename {a} to {b} in this code.\n\n{x}",
+        "Rename the variable {a} to {b}:\n\n{x}",
+        "{x}\n\nRename {a} to {b}.",
+        "[Please|] call {a} {b} instead.\n\n{x}",
+        "[Change|Rename] the name {a} to {b}.\n\n{x}",
+        "{x}\n\n[Call|Name] {a} {b} [instead|].",
+        "[Use|Write|Take] {b} [instead of|in place of] {a} [in this code|in the program|]:\n\n{x}",
+        "{x}\n\n[Use|Write] [the name|] {b} instead of {a}.",
+        "[Replace|Change] [the name|] {a} [with|by|to] {b} [in the code|here|]:\n\n{x}",
+        "In this [program|function|script], [rename|change] {a} to {b}.\n\n{x}",
+        "{a} should be [called|renamed to] {b} [here|in this code].\n\n{x}",
+        "[Code|Program]:\n\n{x}\n\n{a} [becomes|should be] {b}.",
+        "[Can|Could] you rename {a} to {b}?\n\n{x}",
+        "[Give|Show] me this code with {b} instead of {a}.\n\n{x}",
+        "The name {a} is [bad|not clear]. [Use|Call it|Take] {b}.\n\n{x}",
+        "[Refactor|Edit] this: {a} is now [called|named] {b}.\n\n{x}",
+        "[Here|In this code], {a} [gets the name|is to be named|is renamed to] {b}.\n\n{x}",
+        "{x}\n\nThe new name of {a} is {b}.",
+        "[Take|Choose|Use] {b} as the name [of|for] {a}[ in this code|]:\n\n{x}",
+        "[Let|Make] {b} the name of {a}.\n\n{x}",
+    ),
     test=("In this code {a} should be named {b}.\n\n{x}", "Use the name {b} for {a} here:\n\n{x}"),
 )  # fmt: skip
 CODE = (
@@ -259,7 +383,7 @@ def replacing(rng: random.Random, split: str) -> GrammarSample:
     ]
     old = rng.choice(names or [part.split()[0]])
     new = person(rng).name if old[0].isupper() else rng.choice(ALL_WORDS)
-    return GrammarSample("edits", ((_framed(REPLACE, rng, split, part, a=old, b=new), part.replace(old, new)),))
+    return GrammarSample("edits", ((framed(REPLACE, rng, split, part, a=old, b=new), part.replace(old, new)),))
 
 
 def correcting(rng: random.Random, split: str) -> GrammarSample:
@@ -269,7 +393,7 @@ def correcting(rng: random.Random, split: str) -> GrammarSample:
     places = [i for i, word in enumerate(words) if word.isalpha() and word.islower() and len(word) > 3]
     for place in rng.sample(places, min(len(places), rng.choice((1, 1, 2)))):
         words[place] = _misspelt(words[place], rng)
-    return GrammarSample("edits", ((_framed(CORRECT, rng, split, " ".join(words)), line),))
+    return GrammarSample("edits", ((framed(CORRECT, rng, split, " ".join(words)), line),))
 
 
 def _misspelt(word: str, rng: random.Random) -> str:
@@ -284,7 +408,7 @@ def changing_case(rng: random.Random, split: str) -> GrammarSample:
     line = _sentence(rng)
     case = rng.choice(("capital", "small"))
     return GrammarSample(
-        "edits", ((_framed(CASE, rng, split, line, c=case), line.upper() if case == "capital" else line.lower()),)
+        "edits", ((framed(CASE, rng, split, line, c=case), line.upper() if case == "capital" else line.lower()),)
     )
 
 
@@ -306,7 +430,7 @@ def renaming(rng: random.Random, split: str) -> GrammarSample:
     before, after = pattern.format(**names), pattern.format(**{**names, gap: new})
     fence = "```python\n{}\n```"
     return GrammarSample(
-        "edits", ((_framed(RENAME, rng, split, fence.format(before), a=names[gap], b=new), fence.format(after)),)
+        "edits", ((framed(RENAME, rng, split, fence.format(before), a=names[gap], b=new), fence.format(after)),)
     )
 
 
@@ -318,13 +442,34 @@ def editing(rng: random.Random, split: str) -> GrammarSample:
 # -- lists ------------------------------------------------------------------------------------------------------
 
 SORT = Wordings(
-    train=("Sort [these words|the words|this list] [alphabetically|by the alphabet|from A to Z]: {x}", "[Put|Bring] these words in "
-           "alphabetical order: {x}", "{x}\n\nSort these words.", "[Please|] sort: {x}"),
+    train=(
+        "Sort [these words|the words|this list|] [alphabetically|by the alphabet|from A to Z|]: {x}",
+        "[Put|Bring] these words in alphabetical order: {x}",
+        "{x}\n\nSort [these words|the list|them|this].",
+        "[Please|] sort: {x}",
+        "[Put|Bring|Write|List] [the words|the list|this list|them] [from A to Z|in the order of the alphabet]: {x}",
+        "[Order|Arrange] [the words|this list|the list|these words] [by the alphabet|by their first letters|in alphabetical order]: {x}",
+        "{x}\n\n[Put|Bring] them in alphabetical order.",
+        "{x}\n\n[Order|Arrange] [them|these words] [from A to Z|by the alphabet|alphabetically].",
+        "[Can|Could] you sort [these words|this list|this]? {x}",
+        "[Words|List]: {x}\n\n[Sorted|In alphabetical order|From A to Z]:",
+        "[In alphabetical order|From A to Z|Alphabetically], please: {x}",
+        "[Which order|What order] do these words have in a dictionary? {x}",
+        "[Sort|Order] as in a dictionary: {x}",
+        "Make an alphabetical list of {x}.",
+    ),
     test=("Order these words from A to Z: {x}", "Arrange alphabetically: {x}"),
 )  # fmt: skip
 SORT_NUMBERS = Wordings(
-    train=("Sort these numbers: {x}", "Sort [from small to large|from the smallest to the largest]: {x}",
-           "Put these numbers in order: {x}"),
+    train=(
+        "Sort these numbers: {x}",
+        "Sort [from small to large|from the smallest to the largest|by size]: {x}",
+        "Put these numbers in order: {x}",
+        "{x}\n\nSort the numbers.",
+        "[Order|Arrange] [the numbers|these] [from small to large|by size]: {x}",
+        "[Write|List] these numbers [from small to large|in order]: {x}",
+        "[Smallest|Small ones] first: {x}",
+    ),
     test=("Order these numbers: {x}",),
 )  # fmt: skip
 COUNT = Wordings(
@@ -352,17 +497,17 @@ def sorting(rng: random.Random, split: str) -> GrammarSample:
     count = rng.choice((2, 3, 4, 5, 5, 5, 5, 6, 7))
     if rng.random() < 0.15:
         numbers = rng.sample(range(1, 100), count)
-        return GrammarSample("sorting_numbers", ((_framed(SORT_NUMBERS, rng, split, ", ".join(map(str, numbers))),
+        return GrammarSample("sorting_numbers", ((framed(SORT_NUMBERS, rng, split, ", ".join(map(str, numbers))),
                                            ", ".join(map(str, sorted(numbers)))),))  # fmt: skip
     words = rng.sample(ALL_WORDS, count)
-    return GrammarSample("sorting", ((_framed(SORT, rng, split, ", ".join(words)), ", ".join(sorted(words))),))
+    return GrammarSample("sorting", ((framed(SORT, rng, split, ", ".join(words)), ", ".join(sorted(words))),))
 
 
 def counting(rng: random.Random, split: str) -> GrammarSample:
     """How many words a list has."""
     words = rng.sample(ALL_WORDS, rng.randint(1, 10))
     answer = f"{NUMBERS[len(words)].capitalize()} word{'s' * (len(words) > 1)}."
-    return GrammarSample("counting", ((_framed(COUNT, rng, split, ", ".join(words)), answer),))
+    return GrammarSample("counting", ((framed(COUNT, rng, split, ", ".join(words)), answer),))
 
 
 def picking(rng: random.Random, split: str) -> GrammarSample:
@@ -370,13 +515,13 @@ def picking(rng: random.Random, split: str) -> GrammarSample:
     words = rng.sample(ALL_WORDS, rng.randint(3, 7))
     place = rng.randrange(min(5, len(words)))
     ordinal, answer = (ORDINALS[place], words[place]) if rng.random() < 0.8 else ("last", words[-1])
-    return GrammarSample("picking", ((_framed(PICK, rng, split, ", ".join(words), o=ordinal), answer),))
+    return GrammarSample("picking", ((framed(PICK, rng, split, ", ".join(words), o=ordinal), answer),))
 
 
 def reversing(rng: random.Random, split: str) -> GrammarSample:
     """A list backwards."""
     words = rng.sample(ALL_WORDS, rng.randint(2, 6))
-    return GrammarSample("reversing", ((_framed(REVERSE, rng, split, ", ".join(words)), ", ".join(reversed(words))),))
+    return GrammarSample("reversing", ((framed(REVERSE, rng, split, ", ".join(words)), ", ".join(reversed(words))),))
 
 
 def summarizing(rng: random.Random, split: str) -> GrammarSample:
@@ -384,13 +529,13 @@ def summarizing(rng: random.Random, split: str) -> GrammarSample:
     told = story(rng)
     return GrammarSample(
         "summarizing",
-        ((_framed(SUMMARIZE, rng, split, told.text), " ".join(answer for _, answer in told.questions[:3])),),
+        ((framed(SUMMARIZE, rng, split, told.text), " ".join(answer for _, answer in told.questions[:3])),),
     )
 
 
 SKILLS: tuple[tuple[float, Callable[[random.Random, str], GrammarSample]], ...] = (
-    (0.18, copying), (0.17, extraction), (0.14, from_passage), (0.24, editing), (0.17, sorting), (0.02, counting),
-    (0.03, picking), (0.03, reversing), (0.02, summarizing),
+    (0.16, copying), (0.14, extraction), (0.1, from_passage), (0.31, editing), (0.2, sorting), (0.02, counting),
+    (0.02, picking), (0.03, reversing), (0.02, summarizing),
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from forerun.errors import DataError, TrainingError
 from forerun.training import data
-from forerun.training.mixture import Mixture
+from forerun.training.mixture import Mixture, window_starts
 from forerun.training.prepare import prepare
 from forerun.training.recipe import Recipe
 from forerun.training.sources import SOURCES
@@ -120,6 +120,22 @@ def test_order_goes_on_from_counts() -> None:
     first.next_batch(13)
     second.counts.update(first.counts)
     assert second.next_batch(17).equal(wanted[13:])
+
+
+def test_windows_begin_with_documents_where_they_can() -> None:
+    """Every document that fits a window is whole in one, whatever the lengths; longer ones are read to their end."""
+    rng = np.random.default_rng(3)
+    lens = rng.integers(1, 40, size=300)
+    tokens = np.concatenate([[*[number + 1] * length, 0] for number, length in enumerate(lens)]).astype(np.uint16)
+    seq_len = 16
+    windows = [tokens[start : start + seq_len + 1] for start in window_starts(tokens, seq_len, 0)]
+    for number, length in enumerate(lens[:-2]):  # the last may lie behind the last window
+        seen = [int((window == number + 1).sum()) for window in windows]
+        assert max(seen) == length if length <= seq_len - 1 else sum(seen) >= length
+
+
+def test_windows_without_documents_follow_each_other() -> None:
+    assert window_starts(np.zeros(41, dtype=np.uint16), 10, None).tolist() == [0, 10, 20, 30]
 
 
 def test_too_short_a_source_is_refused() -> None:

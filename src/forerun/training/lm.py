@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from forerun.errors import TrainingError
+from forerun.training.chat import END_OF_TEXT
 from forerun.training.checkpoint import LAST, read_checkpoint
 from forerun.training.console import Console
 from forerun.training.data import Tokens, load_tokens
@@ -58,7 +59,8 @@ def make_trainer(recipe: Recipe, prepared: Prepared, folder: Path, console: Cons
     train = {name: load_tokens(prepared.folder, name, "train") for name in recipe.mix}
     heldout = make_heldout(recipe, prepared)
     loss, weights = make_loss(recipe, net, train, prepared, console)
-    return Trainer(recipe, net, loss, train, weights, heldout, folder)
+    end_of_text = prepared.tokenizer.token_to_id(END_OF_TEXT)
+    return Trainer(recipe, net, loss, train, weights, heldout, folder, end_of_text)
 
 
 def make_net(recipe: Recipe) -> Net:

@@ -83,13 +83,14 @@ class Trainer:
         weights: Mapping[str, float],
         heldout: Heldout,
         folder: Path,
+        end_of_text: int | None,
     ) -> None:
         self.recipe, self.net, self.loss, self.heldout, self.folder = recipe, net, loss, heldout, folder
         schedule = recipe.schedule
         self.optimizers = make_optimizers(net, recipe.optimizer, recipe.run.dtype)
         self.base_rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
         self.mixtures = {
-            seq_len: Mixture(sources, weights, seq_len, recipe.seed)
+            seq_len: Mixture(sources, weights, seq_len, recipe.seed, end_of_text)
             for seq_len in {schedule.seq_len, schedule.decay_seq_len}
         }
         self.step = 0

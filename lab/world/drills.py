@@ -1,0 +1,122 @@
+"""Drills: tasks over words drawn at random, in which nothing but the text itself says what comes next.
+
+Knows: copying, replacing, renaming and looking up among words that have no sense together. A story is easily guessed, so a
+model that reads stories alone learns to guess where it should copy; here it cannot. Does not know: how requests are worded
+(`skills`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from functools import cache
+from pathlib import Path
+
+from world.grammar import GrammarSample, Wordings, expand
+from world.skills import CODE, COPY, EXTRACT, RENAME, REPLACE, framed
+
+TOKENIZER = Path(__file__).resolve().parents[2] / "src" / "forerun" / "mini" / "target" / "tokenizer.json"
+_WORD = re.compile("Ġ([A-Z]?[a-z]{2,})")
+LOOK_UP = Wordings(
+    train=("{x}\n\nWhat is the {k}?", "What is the {k}?\n\n{x}", "[Give|Tell] me the {k}: {x}", "{x}\n\nThe {k}, please.",
+           "[Find|Look up] the {k}.\n\n{x}", "[Read|Look at] this: {x}\n\nWhat is the {k}?"),
+    test=("Which {k} is given here? {x}",),
+)  # fmt: skip
+
+
+@cache
+def known_words() -> tuple[str, ...]:
+    """Words that are one token of `mini` behind a blank, in no order."""
+    vocabulary = json.loads(TOKENIZER.read_text("utf-8"))["model"]["vocab"]
+    return tuple(found[1] for token in vocabulary if (found := _WORD.fullmatch(token)))
+
+
+@cache
+def small_words() -> tuple[str, ...]:
+    """Those without a capital."""
+    return tuple(word for word in known_words() if word.islower())
+
+
+def _joined(words: list[str], rng: random.Random) -> str:
+    """The words in a line, a list, or sentences without sense."""
+    form = rng.random()
+    if form < 0.5:
+        return " ".join(words)
+    if form < 0.65:
+        return rng.choice((", ", "\n", " - ", "; ")).join(words)
+    parts, start = list[str](), 0
+    while start < len(words):
+        end = start + rng.randint(3, 9)
+        parts.append(" ".join(words[start:end]) + rng.choice(".....!?"))
+        start = end
+    return " ".join(parts)
+
+
+def copying_drill(rng: random.Random, split: str) -> GrammarSample:
+    """Words to be written again; some of them stand there twice, with other words behind them."""
+    words = rng.sample(known_words(), rng.randint(3, 28))
+    for _ in range(rng.randint(0, len(words) // 5)):
+        words[rng.randrange(len(words))] = rng.choice(words)
+    text = _joined(words, rng)
+    return GrammarSample("copying_drill", ((framed(COPY, rng, split, text), text),))
+
+
+def replacing_drill(rng: random.Random, split: str) -> GrammarSample:
+    """One of the words, which stands there up to three times, replaced by another."""
+    old, new, *words = rng.sample(known_words(), rng.randint(5, 26))
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        words.insert(rng.randint(0, len(words)), old)
+    state = rng.getstate()
+    before = _joined(words, rng)
+    rng.setstate(state)  # the same marks and line ends
+    after = _joined([new if word == old else word for word in words], rng)
+    return GrammarSample("replacing_drill", ((framed(REPLACE, rng, split, before, a=old, b=new), after),))
+
+
+def renaming_drill(rng: random.Random, split: str) -> GrammarSample:
+    """A variable of a short program whose names mean nothing."""
+    one, two, three, verb, thing, new = rng.sample(small_words(), 6)
+    names = {
+        "a": one,
+        "b": two,
+        "c": three,
+        "f": f"{verb}_{thing}",
+        "F": f"{verb}{thing}".title(),
+        "num": str(rng.randint(1, 99)),
+    }
+    pattern = rng.choice(CODE)
+    gap = rng.choice([name for name in "abc" if f"{{{name}}}" in pattern])
+    before, after = pattern.format(**names), pattern.format(**{**names, gap: new})
+    if rng.random() < 0.7:
+        before, after = (f"```python\n{code}\n```" for code in (before, after))
+    return GrammarSample("renaming_drill", ((framed(RENAME, rng, split, before, a=names[gap], b=new), after),))
+
+
+def looking_up_drill(rng: random.Random, split: str) -> GrammarSample:
+    """Names and values: some of them as JSON, or one."""
+    count = rng.randint(2, 7)
+    drawn = rng.sample(known_words(), 2 * count)
+    keys = [word.lower() for word in drawn[:count]]
+    values = [f"{word} {rng.choice(known_words())}" if rng.random() < 0.3 else word for word in drawn[count:]]
+    values = [str(rng.randint(2, 999)) if rng.random() < 0.15 else value for value in values]
+    line = rng.choice(("{k}: {v}", "The {k} is {v}.", "{k} = {v}", "My {k} is {v}.", "{k} - {v}"))
+    marks = rng.choice(("\n", " ", ", ")) if line[-1] != "." else rng.choice(("\n", " "))
+    text = marks.join(expand(line, rng, {"k": key, "v": value}) for key, value in zip(keys, values, strict=True))
+    if rng.random() < 0.35:
+        asked = rng.randrange(count)
+        return GrammarSample(
+            "looking_up_drill",
+            ((framed(LOOK_UP, rng, split, text, k=keys[asked]), f"The {keys[asked]} is {values[asked]}."),),
+        )
+    places = sorted(rng.sample(range(count), rng.randint(2, min(4, count))))
+    said = f"{', '.join(keys[place] for place in places[:-1])} and {keys[places[-1]]}"
+    found = {keys[place]: values[place] for place in places}
+    answer = json.dumps({key: int(value) if value.isdigit() else value for key, value in found.items()})
+    return GrammarSample("looking_up_drill", ((framed(EXTRACT, rng, split, text, keys=said), answer),))
+
+
+def drill(rng: random.Random, split: str) -> GrammarSample:
+    """One of the drills."""
+    kinds = (copying_drill, copying_drill, replacing_drill, replacing_drill, renaming_drill, looking_up_drill)
+    return rng.choice(kinds)(rng, split)
