@@ -13,7 +13,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from world.grammar import GrammarSample, Wordings, expand
+from world.grammar import GrammarSample, Wordings, expand, listed
 from world.skills import CODE, COPY, EXTRACT, RENAME, REPLACE, framed
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "src" / "forerun" / "mini" / "target" / "tokenizer.json"
@@ -27,7 +27,7 @@ LOOK_UP = Wordings(
 
 @cache
 def known_words() -> tuple[str, ...]:
-    """Words that are one token of `mini` behind a blank, in no order."""
+    """Words, and beginnings of words, that are one token of `mini` behind a blank; in the vocabulary's order."""
     vocabulary = json.loads(TOKENIZER.read_text("utf-8"))["model"]["vocab"]
     return tuple(found[1] for token in vocabulary if (found := _WORD.fullmatch(token)))
 
@@ -67,10 +67,8 @@ def replacing_drill(rng: random.Random, split: str) -> GrammarSample:
     old, new, *words = rng.sample(known_words(), rng.randint(5, 26))
     for _ in range(rng.choice((1, 1, 2, 3))):
         words.insert(rng.randint(0, len(words)), old)
-    state = rng.getstate()
     before = _joined(words, rng)
-    rng.setstate(state)  # the same marks and line ends
-    after = _joined([new if word == old else word for word in words], rng)
+    after = re.sub(rf"\b{old}\b", new, before)
     return GrammarSample("replacing_drill", ((framed(REPLACE, rng, split, before, a=old, b=new), after),))
 
 
@@ -110,10 +108,9 @@ def looking_up_drill(rng: random.Random, split: str) -> GrammarSample:
             ((framed(LOOK_UP, rng, split, text, k=keys[asked]), f"The {keys[asked]} is {values[asked]}."),),
         )
     places = sorted(rng.sample(range(count), rng.randint(2, min(4, count))))
-    said = f"{', '.join(keys[place] for place in places[:-1])} and {keys[places[-1]]}"
     found = {keys[place]: values[place] for place in places}
     answer = json.dumps({key: int(value) if value.isdigit() else value for key, value in found.items()})
-    return GrammarSample("looking_up_drill", ((framed(EXTRACT, rng, split, text, keys=said), answer),))
+    return GrammarSample("looking_up_drill", ((framed(EXTRACT, rng, split, text, keys=listed(list(found))), answer),))
 
 
 def drill(rng: random.Random, split: str) -> GrammarSample:

@@ -11,7 +11,7 @@ import random
 import string
 from collections.abc import Callable
 
-from world.grammar import GrammarSample, Wordings, expand
+from world.grammar import GrammarSample, Wordings, expand, listed
 from world.stories import story
 from world.words import (
     ALL_WORDS,
@@ -164,9 +164,8 @@ def extraction(rng: random.Random, split: str) -> GrammarSample:
     text = expand(pattern, rng, {name: str(value) for name, value in values.items()} | who.pronouns())
     asked = sorted(rng.sample(fields, rng.randint(2, min(4, len(fields)))), key=fields.index)
     keys = [LABELS.get(name, name) for name in asked]
-    said = f"{', '.join(keys[:-1])} and {keys[-1]}"
     answer = json.dumps({key: values[name] for key, name in zip(keys, asked, strict=True)})
-    return GrammarSample("extraction", ((framed(EXTRACT, rng, split, text, keys=said), answer),))
+    return GrammarSample("extraction", ((framed(EXTRACT, rng, split, text, keys=listed(keys)), answer),))
 
 
 # -- answering from a passage -----------------------------------------------------------------------------------

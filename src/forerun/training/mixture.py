@@ -21,7 +21,7 @@ def window_starts(tokens: Tokens, seq_len: int, end_of_text: int | None) -> NDAr
     """Places where windows of `seq_len + 1` tokens begin.
 
     With `end_of_text`, a document that the end of a window cuts begins the next window, unless it began the one that
-    cut it: so no answer stands without its question, and documents longer than a window are read on.
+    cut it. So an answer is read without its question only in a document longer than a window.
     """
     last = len(tokens) - seq_len - 1
     if end_of_text is None:
