@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import string
 from functools import cache
 from pathlib import Path
 
@@ -53,11 +54,18 @@ def _joined(words: list[str], rng: random.Random) -> str:
     return " ".join(parts)
 
 
+def _code(rng: random.Random) -> str:
+    """Letters and digits without sense."""
+    return "".join(rng.choice(string.ascii_letters + string.digits) for _ in range(rng.randint(3, 14)))
+
+
 def copying_drill(rng: random.Random, split: str) -> GrammarSample:
     """Words to be written again; some of them stand there twice, with other words behind them."""
     words = rng.sample(known_words(), rng.randint(3, 28))
     for _ in range(rng.randint(0, len(words) // 5)):
         words[rng.randrange(len(words))] = rng.choice(words)
+    for _ in range(rng.choice((0, 0, 1, 1, 2))):
+        words[rng.randrange(len(words))] = _code(rng)
     text = _joined(words, rng)
     return GrammarSample("copying_drill", ((framed(COPY, rng, split, text), text),))
 
@@ -98,6 +106,7 @@ def looking_up_drill(rng: random.Random, split: str) -> GrammarSample:
     keys = [word.lower() for word in drawn[:count]]
     values = [f"{word} {rng.choice(known_words())}" if rng.random() < 0.3 else word for word in drawn[count:]]
     values = [str(rng.randint(2, 999)) if rng.random() < 0.15 else value for value in values]
+    values = [_code(rng) if rng.random() < 0.1 else value for value in values]
     line = rng.choice(("{k}: {v}", "The {k} is {v}.", "{k} = {v}", "My {k} is {v}.", "{k} - {v}"))
     marks = rng.choice(("\n", " ", ", ")) if line[-1] != "." else rng.choice(("\n", " "))
     text = marks.join(expand(line, rng, {"k": key, "v": value}) for key, value in zip(keys, values, strict=True))

@@ -1,7 +1,8 @@
 """Text from patterns: alternatives in brackets, names in braces.
 
-Knows: how a pattern becomes text. Does not know: any words. `[a|b|c]` is one of the three, brackets may be nested, and
-an empty alternative is allowed; `{name}` is filled from the names given, `{Name}` with a capital letter.
+Knows: how a pattern becomes text, and what stands around any request. Does not know: other words. `[a|b|c]` is one of
+the three, brackets may be nested, and an empty alternative is allowed; `{name}` is filled from the names given, `{Name}`
+with a capital letter.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 SPLITS = ("train", "test")
 _INNERMOST = re.compile(r"\[([^\[\]]*)\]")
@@ -28,16 +30,42 @@ class GrammarSample:
     turns: tuple[tuple[str, str], ...]
 
 
+LAYOUTS = (  # where a request stands beside its text, and what may be said around it
+    "{I}: {x}", "{I}: {x}", "{I}.\n\n{x}", "{I}:\n{x}", "{I}:\n\n{x}", "{x}\n\n{I}.", "{x}\n\n{I}.", "{x}\n{I}[.|]", "Please {i}: {x}",
+    "Please {i}[.|:]\n\n{x}", "{x}\n\n[Please|Now|Now please] {i}.", "[Now|Next|First|Then|So|Okay|Well], {i}[: |.\n\n]{x}",
+    "[Can|Could|Will|Would] you [please|] {i}?[ |\n\n]{x}", "{x}\n\n[Can|Could|Would] you {i}?",
+    "I [want|would like|need|ask|tell] you to {i}[: |.\n\n]{x}", "[Text|Input|My text|Here is the text]: {x}\n\n{I}.",
+    "[Hello|Hi|Hey][!|,|.] {I}[: |.\n\n]{x}", "[Your task|A task|My request|To do|Task]: {i}.\n\n{x}", "{I}. [Thank you|Thanks]!\n\n{x}",
+    "[You should|You must|Try to|Help me to|Be so kind and] {i}[: |.\n\n]{x}", "{I}, [please|will you][: |.\n\n]{x}", "{I}[.|!|] {x}",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Wordings:
-    """Patterns of one request: those to learn from, and those kept for the examination."""
+    """Patterns of one request: those to learn from, and those kept for the examination.
+
+    `asks` are what is asked without the text, as commands ("sort these words"); each is learnt in all `LAYOUTS`.
+    """
 
     train: tuple[str, ...]
     test: tuple[str, ...]
+    asks: tuple[str, ...] = ()
 
     def of(self, split: str) -> tuple[str, ...]:
         """The patterns of a split."""
-        return self.train if split == "train" else self.test
+        return self.train + self.asked if split == "train" else self.test
+
+    @cached_property
+    def asked(self) -> tuple[str, ...]:
+        """The commands in every layout."""
+        return tuple(layout.replace("{I}", _begun(ask)).replace("{i}", ask) for ask in self.asks for layout in LAYOUTS)
+
+
+def _begun(pattern: str) -> str:
+    """A pattern whose text begins with a capital letter, whichever alternative comes first."""
+    return re.sub(
+        r"^\[[^\]]*\]|^.", lambda found: re.sub(r"(^|\[|\|)([a-z])", lambda c: c[0].upper(), found[0]), pattern
+    )
 
 
 def expand(pattern: str, rng: random.Random, names: Mapping[str, str] | None = None) -> str:

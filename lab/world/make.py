@@ -34,11 +34,11 @@ STORY_REQUESTS = Wordings(
     test=("Invent a story about {about}.", "Let me hear a story about {about}.", "Story time! {About}."),
 )  # fmt: skip
 SHARES: tuple[tuple[float, Make], ...] = (
-    (0.25, facts.fact), (0.05, facts.sums), (0.02, facts.several), (0.42, skills.skill), (0.16, drills.drill),
-    (0.04, talk.talk), (0.01, knowledge.advice), (0.008, knowledge.explanation), (0.003, knowledge.joke),
-    (0.003, knowledge.poem),
+    (0.16, facts.fact), (0.07, facts.sums), (0.02, facts.several), (0.26, skills.skill), (0.05, skills.editing),
+    (0.07, skills.changing_case), (0.1, skills.sorting), (0.13, drills.drill), (0.04, talk.talk), (0.03, talk.about_self),
+    (0.01, knowledge.advice), (0.008, knowledge.explanation), (0.003, knowledge.joke), (0.003, knowledge.poem),
 )  # fmt: skip
-PLAIN = 0.02  # of the records: stories and facts as running text; the rest up to one are stories that were asked for
+PLAIN = 0.03  # of the records: stories, facts and sums as running text; what is left are stories that were asked for
 EXAM: dict[str, Make] = {
     "capitals": lambda rng, split: facts.ask(facts.capital_fact(rng.choice(facts.countries()), rng), "capitals", rng, split),
     "facts": facts.fact,
@@ -77,7 +77,7 @@ def _said(told: Story) -> dict[str, str]:
 
 
 def records(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
-    """Training records of all kinds, no two alike but questions about facts, which are few and to be known by heart."""
+    """Training records of all kinds, no two alike but what is few and to be known by heart: facts, and who answers."""
     seen: set[int] = set()
     num = 0
     asked = 1.0 - PLAIN - sum(share for share, _ in SHARES)
@@ -94,16 +94,19 @@ def records(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
                 )
             record = {"kind": sample.kind, "turns": turns_of(sample)}
         key = hash(json.dumps(record))
-        if key not in seen or record["kind"] in facts.FACTS:
+        if key not in seen or record["kind"] in (*facts.FACTS, "self"):
             seen.add(key)
             num += 1
             yield record
 
 
 def _plain(rng: random.Random) -> dict[str, Any]:
-    if rng.random() < 0.7:
+    kind = rng.random()
+    if kind < 0.45:
         told = story(rng)
         return {"kind": "story_text", "text": f"{told.title}\n\n{told.text}"}
+    if kind < 0.75:
+        return {"kind": "sums_text", "text": " ".join(facts.sum_fact(rng).answer for _ in range(rng.randint(4, 12)))}
     lines = [line for _ in range(rng.randint(1, 4)) for line in facts.sentences(rng)]
     return {"kind": "facts_text", "text": " ".join(lines)}
 

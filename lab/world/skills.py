@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import string
 from collections.abc import Callable
 
@@ -59,6 +60,13 @@ COPY = Wordings(
         "Say it back to me: {x}",
     ),
     test=("Give this back to me word for word: {x}", "Type this again: {x}", "Copy what follows: {x}"),
+    asks=(
+        "[repeat|copy|echo|quote|reproduce] [this|the text|this text|the following|it|the line|these words]",
+        "[say|write|print|tell me|show me] [this|the text|this text|the following|it|the line|these words] [again|once more|a second time|one more time]",
+        "[say|write|print|repeat|copy|type] [this|the text|this text|the following|it|the line|these words] [word for word|unchanged|without changes|as it is|exactly|exactly as it is]",
+        "[return|output|send back|hand back|give me] [this|the text|this text|the following|it|the line|these words] [unchanged|as it is|exactly|without changes|word by word]",
+        "[make|write|give me] [a copy|an exact copy|one more copy] of [this|the text|the line|it]",
+    ),
 )  # fmt: skip
 
 
@@ -102,7 +110,10 @@ def copying(rng: random.Random, split: str) -> GrammarSample:
 def framed(wordings: Wordings, rng: random.Random, split: str, text: str, **more: str) -> str:
     """A wording with its text, which is not looked into for brackets."""
     names = {"x": "\0", **more}
-    return expand(rng.choice(wordings.of(split)), rng, names).replace("\0", text)
+    said = re.sub(r" +(?=[:.,!?\n])", "", expand(rng.choice(wordings.of(split)), rng, names))
+    if "\n" in text:  # lines of a text do not begin behind a colon
+        said = re.sub("(?<=\\S) \0", "\n\n\0", said)
+    return said.replace("\0", text)
 
 
 # -- fields of a message ----------------------------------------------------------------------------------------
@@ -126,6 +137,13 @@ EXTRACT = Wordings(
         "[From|In] this [message|text] I need {keys}, as JSON: {x}",
     ),
     test=("Give {keys} of this text as a JSON object.\n\n{x}", "From the text below, produce JSON with {keys}.\n{x}"),
+    asks=(
+        "[extract|find|get|take|pick|read|collect|look up] {keys} [as JSON|in JSON|as a JSON object|in JSON format]",
+        "[write|show me|give me|list|note|return|tell me] {keys} [as JSON|in JSON|as a JSON object]",
+        "[write|make|build|create|return|give me|fill] [JSON|a JSON object|an object in JSON] with {keys}",
+        "[extract|find|get|take|pull] {keys} [from|out of] [this|the text|the message|it] [as JSON|in JSON|as a JSON object]",
+        "[write|make|build|create] [JSON|a JSON object] with {keys} [from|out of] [this|it|the message|the lines]",
+    ),
 )  # fmt: skip
 MESSAGES = (
     ("[Hello|Hi|Dear team], [my name is|this is|I am] {name} from {town}. [I would like to|I want to] [order|buy] {n} {item}. "
@@ -230,6 +248,17 @@ REPLACE = Wordings(
         "[Put|Write] {b} [wherever|everywhere] {a} is [written|found].\n\n{x}",
     ),
     test=("Swap {a} for {b} in the following: {x}", "Put {b} where it says {a}.\n\n{x}"),
+    asks=(
+        "[replace|exchange|substitute|swap|change] {a} [by|with|against] {b} [in this|in the text|in this text|in the following|below|here|everywhere|in it|]",
+        "[change|turn|make|convert|rewrite] [the word|every|each|] {a} [to|into] {b} [in this|in the text|in this text|in the following|below|here|everywhere|in it|]",
+        "[put|write|use|insert|say|take|set] {b} [instead of|in place of|rather than|in the place of] {a} [in this|in the text|in this text|in the following|below|here|everywhere|in it|]",
+        "[write|use|insert|say|set|have] {b} [where|wherever|in each place where] [it says|the text says|it reads|there is|there stands|you read|you see|you find] {a}",
+        "[put|write|set] {b} [where|wherever] [there is|you read|you see|you find|the text has|I wrote] {a}",
+        "[replace|exchange|swap|change] [the word|the name|all|every] {a} [for|by|with] {b}",
+        "[remove|delete|take out|strike out] {a} and [write|put|use] {b} [instead|there|in its place]",
+        "let {a} [be|become] {b} [in this|here|]",
+        "give me [this|the text|it] with {b} [instead of|in place of|for|where it says] {a}",
+    ),
 )  # fmt: skip
 CORRECT = Wordings(
     train=(
@@ -251,6 +280,14 @@ CORRECT = Wordings(
         "[This|It] is misspelt: {x}",
     ),
     test=("Write this without mistakes: {x}", "Repair the spelling here: {x}"),
+    asks=(
+        "[correct|fix|check|mend|improve|clean up] the [spelling|typos|mistakes|errors|spelling mistakes|misspelt words] [here|in this|in it|in the text|]",
+        "[correct|fix|repair|mend|improve|clean up|put right] [the sentence|the text|this|it|this sentence|the line|what I wrote|these words]",
+        "[write|spell|say|type|print] [the sentence|the text|this|it|this sentence|the line|what I wrote|these words] [correctly|right|as it should be|with the right spelling|in correct English|properly]",
+        "[write|copy|repeat|give me|show me] [the sentence|the text|this|it|this sentence|the line|what I wrote|these words] without [typos|errors|spelling errors|spelling mistakes|misspelt words|wrong letters]",
+        "[remove|take out|find and fix|mend] [the|all] [typos|errors|mistakes|wrong letters]",
+        "give me [the sentence|the text|this|it|this sentence|the line|what I wrote|these words] [corrected|in the right spelling|without the typos|spelt right]",
+    ),
 )  # fmt: skip
 CASE = Wordings(
     train=(
@@ -268,6 +305,12 @@ CASE = Wordings(
         "[I want|I need] this in {c} letters: {x}",
     ),
     test=("Put this into {c} letters: {x}",),
+    asks=(
+        "[write|print|type|say|spell|repeat|copy|show me|give me] [the sentence|the text|this|it|this sentence|the line|what I wrote|these words] in {c} letters",
+        "[change|turn|convert|make|rewrite] [the sentence|the text|this|it|this sentence|the line|what I wrote|these words] [to|into|in] {c} letters",
+        "[put|set|bring] [it|the text|the sentence|everything|all of it] [in|into|to] {c} letters",
+        "use [only|nothing but|just|] {c} letters [for this|here|]",
+    ),
 )  # fmt: skip
 RENAME = Wordings(
     train=(
@@ -291,8 +334,22 @@ RENAME = Wordings(
         "{x}\n\nThe new name of {a} is {b}.",
         "[Take|Choose|Use] {b} as the name [of|for] {a}[ in this code|]:\n\n{x}",
         "[Let|Make] {b} the name of {a}.\n\n{x}",
+        "In this [program|function|script] {a} should be [called|named|renamed to] {b}.\n\n{x}",
+        "In [this|the] code {a} [must|should] be [called|renamed to|written as] {b}.\n\n{x}",
+        "[Have|Use|Put] {b} for {a} [here|in this code|in the program][.|:]\n\n{x}",
     ),
     test=("In this code {a} should be named {b}.\n\n{x}", "Use the name {b} for {a} here:\n\n{x}"),
+    asks=(
+        "rename [the name|the variable|the function|] {a} [to|into|as] {b}",
+        "[change|turn|replace] [the name|the variable|] {a} [to|into|with|by] {b} [in this code|here|in the program|]",
+        "[call|name] {a} {b} [instead|now|from now on|here|]",
+        "[use|write|take|put] [the name|] {b} [instead of|in place of|rather than] {a} [here|in the code|]",
+        "[take|choose|write|put] [the name|] {b} for {a} [here|in this|]",
+        "[use|write|put] {b} [where|wherever] [it says|there is|the code says|you see] {a}",
+        "[use|take] {b} as the [new|] name [for|of] {a} [here|in this code|]",
+        "give {a} the [new|better|] name {b}",
+        "let {a} be [called|named|renamed to] {b} [here|in this code|]",
+    ),
 )  # fmt: skip
 CODE = (
     "def {f}({a}, {b}):\n    {c} = {a} + {b}\n    return {c}",
@@ -458,6 +515,14 @@ SORT = Wordings(
         "Make an alphabetical list of {x}.",
     ),
     test=("Order these words from A to Z: {x}", "Arrange alphabetically: {x}"),
+    asks=(
+        "[sort|order|arrange|line up] [them|the words|the list|this list|these|the following] [alphabetically|by the alphabet|in alphabetical order|by first letter|]",
+        "[put|bring|write|list|place|set] [them|the words|the list|this list|these words|these] in [alphabetical order|the order of the alphabet|the right order|dictionary order|order]",
+        "[sort|write|list|put|arrange|bring] [them|the words|this list|these|the list] from A to Z",
+        "[order|arrange|sort] [the words|these words|the list] [as in a dictionary|by their letters|by the order of the alphabet|by A to Z]",
+        "[make|write|give me] [an alphabetical list|a sorted list|a list from A to Z] [of these words|of them|of this|]",
+        "[sort|order] [this|these words|everything]",
+    ),
 )  # fmt: skip
 SORT_NUMBERS = Wordings(
     train=(
@@ -470,6 +535,10 @@ SORT_NUMBERS = Wordings(
         "[Smallest|Small ones] first: {x}",
     ),
     test=("Order these numbers: {x}",),
+    asks=(
+        "[sort|arrange|line up] [the numbers|them|these numbers|this list] [by size|from small to large|from the smallest to the largest|]",
+        "[put|bring|write|list] [the numbers|them|these numbers] in [order|the right order|order of size|rising order]",
+    ),
 )  # fmt: skip
 COUNT = Wordings(
     train=("How many words are in this list: {x}?", "Count the words: {x}", "How many words are here? {x}", "Count: {x}"),
