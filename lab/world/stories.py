@@ -606,7 +606,8 @@ def fable(rng: random.Random) -> Story:
         other=other,
         a_one=a(f"{trait} {one}"),
         a_other=a(rng.choice(("wise", "patient", "quiet", "kind", "small")) + f" {other}"),
-        place=rng.choice(OUTDOOR),
+        place=(place := rng.choice(OUTDOOR)),
+        a_place=a(place),
         trait=trait,
         moral=moral,
         hero=f"the {one}",
@@ -617,7 +618,7 @@ def fable(rng: random.Random) -> Story:
         mistake=expand(mistake, rng, told.names),
     )
     told.say(
-        "[Once upon a time|Long ago|A long time ago] there lived {a_one} and {a_other} [near a {place}|in the same forest|side by "
+        "[Once upon a time|Long ago|A long time ago] there lived {a_one} and {a_other} [near {a_place}|in the same forest|side by "
         "side].",
         '"{words}," [the {one} used to say|said the {one} every day|the {one} liked to say]. The {other} [only smiled|'
         "said nothing|went on with its work].",
