@@ -149,4 +149,4 @@ def test_run_samples_as_generate_does(folder: Path) -> None:
         return result.stdout
 
     asked = (str(folder), PROMPT)
-    assert text("run", *asked) == text("generate", *asked) != text("run", *asked, "--temperature", "1.5")
+    assert text("run", *asked) == text("generate", *asked) != text("run", *asked, "--temperature", "3")

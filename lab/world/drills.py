@@ -55,8 +55,9 @@ def _joined(words: list[str], rng: random.Random) -> str:
 
 
 def _code(rng: random.Random) -> str:
-    """Letters and digits without sense."""
-    return "".join(rng.choice(string.ascii_letters + string.digits) for _ in range(rng.randint(3, 14)))
+    """Letters and digits without sense; a letter comes first, so that no code is a number."""
+    more = (rng.choice(string.ascii_letters + string.digits) for _ in range(rng.randint(2, 13)))
+    return rng.choice(string.ascii_letters) + "".join(more)
 
 
 def copying_drill(rng: random.Random, split: str) -> GrammarSample:

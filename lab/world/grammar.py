@@ -1,6 +1,6 @@
 """Text from patterns: alternatives in brackets, names in braces.
 
-Knows: how a pattern becomes text, and what stands around any request. Does not know: other words. `[a|b|c]` is one of
+Knows: how a pattern becomes text, and what stands around any request. Does not know: what is requested. `[a|b|c]` is one of
 the three, brackets may be nested, and an empty alternative is allowed; `{name}` is filled from the names given, `{Name}`
 with a capital letter.
 """
@@ -31,12 +31,12 @@ class GrammarSample:
 
 
 LAYOUTS = (  # where a request stands beside its text, and what may be said around it
-    "{I}: {x}", "{I}: {x}", "{I}.\n\n{x}", "{I}:\n{x}", "{I}:\n\n{x}", "{x}\n\n{I}.", "{x}\n\n{I}.", "{x}\n{I}[.|]", "Please {i}: {x}",
+    "{I}: {x}", "{I}.\n\n{x}", "{I}:\n{x}", "{I}:\n\n{x}", "{x}\n\n{I}.", "{x}\n{I}[.|]", "Please {i}: {x}",
     "Please {i}[.|:]\n\n{x}", "{x}\n\n[Please|Now|Now please] {i}.", "[Now|Next|First|Then|So|Okay|Well], {i}[: |.\n\n]{x}",
     "[Can|Could|Will|Would] you [please|] {i}?[ |\n\n]{x}", "{x}\n\n[Can|Could|Would] you {i}?",
     "I [want|would like|need|ask|tell] you to {i}[: |.\n\n]{x}", "[Text|Input|My text|Here is the text]: {x}\n\n{I}.",
-    "[Hello|Hi|Hey][!|,|.] {I}[: |.\n\n]{x}", "[Your task|A task|My request|To do|Task]: {i}.\n\n{x}", "{I}. [Thank you|Thanks]!\n\n{x}",
-    "[You should|You must|Try to|Help me to|Be so kind and] {i}[: |.\n\n]{x}", "{I}, [please|will you][: |.\n\n]{x}", "{I}[.|!|] {x}",
+    "[Hello|Hi|Hey][!|.] {I}[: |.\n\n]{x}", "[Your task|A task|My request|To do|Task]: {i}.\n\n{x}", "{I}. [Thank you|Thanks]!\n\n{x}",
+    "[You should|You must|Try to|Help me to|Be so kind and] {i}[: |.\n\n]{x}", "{I}, [please|will you][: |.\n\n]{x}", "{I}[.|!] {x}",
 )  # fmt: skip
 
 

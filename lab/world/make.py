@@ -77,7 +77,7 @@ def _said(told: Story) -> dict[str, str]:
 
 
 def records(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
-    """Training records of all kinds, no two alike but what is few and to be known by heart: facts, and who answers."""
+    """Training records of all kinds, no two alike except what is to be known by heart: facts, and who the assistant is."""
     seen: set[int] = set()
     num = 0
     asked = 1.0 - PLAIN - sum(share for share, _ in SHARES)
@@ -94,18 +94,18 @@ def records(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
                 )
             record = {"kind": sample.kind, "turns": turns_of(sample)}
         key = hash(json.dumps(record))
-        if key not in seen or record["kind"] in (*facts.FACTS, "self"):
+        if key not in seen or record["kind"] in (*facts.FACTS, talk.SELF):
             seen.add(key)
             num += 1
             yield record
 
 
 def _plain(rng: random.Random) -> dict[str, Any]:
-    kind = rng.random()
-    if kind < 0.45:
+    drawn = rng.random()
+    if drawn < 0.45:
         told = story(rng)
         return {"kind": "story_text", "text": f"{told.title}\n\n{told.text}"}
-    if kind < 0.75:
+    if drawn < 0.75:
         return {"kind": "sums_text", "text": " ".join(facts.sum_fact(rng).answer for _ in range(rng.randint(4, 12)))}
     lines = [line for _ in range(rng.randint(1, 4)) for line in facts.sentences(rng)]
     return {"kind": "facts_text", "text": " ".join(lines)}

@@ -111,7 +111,7 @@ def framed(wordings: Wordings, rng: random.Random, split: str, text: str, **more
     """A wording with its text, which is not looked into for brackets."""
     names = {"x": "\0", **more}
     said = re.sub(r" +(?=[:.,!?\n])", "", expand(rng.choice(wordings.of(split)), rng, names))
-    if "\n" in text:  # lines of a text do not begin behind a colon
+    if "\n" in text:  # a text of several lines begins on a line of its own
         said = re.sub("(?<=\\S) \0", "\n\n\0", said)
     return said.replace("\0", text)
 
@@ -249,12 +249,12 @@ REPLACE = Wordings(
     ),
     test=("Swap {a} for {b} in the following: {x}", "Put {b} where it says {a}.\n\n{x}"),
     asks=(
-        "[replace|exchange|substitute|swap|change] {a} [by|with|against] {b} [in this|in the text|in this text|in the following|below|here|everywhere|in it|]",
-        "[change|turn|make|convert|rewrite] [the word|every|each|] {a} [to|into] {b} [in this|in the text|in this text|in the following|below|here|everywhere|in it|]",
+        "[replace|substitute] {a} [by|with] {b} [in this|in the text|in this text|in the following|below|here|everywhere|in it|]",
+        "[change|turn|convert] [the word|every|each|] {a} [to|into] {b} [in this|in the text|in this text|in the following|below|here|everywhere|in it|]",
         "[put|write|use|insert|say|take|set] {b} [instead of|in place of|rather than|in the place of] {a} [in this|in the text|in this text|in the following|below|here|everywhere|in it|]",
         "[write|use|insert|say|set|have] {b} [where|wherever|in each place where] [it says|the text says|it reads|there is|there stands|you read|you see|you find] {a}",
         "[put|write|set] {b} [where|wherever] [there is|you read|you see|you find|the text has|I wrote] {a}",
-        "[replace|exchange|swap|change] [the word|the name|all|every] {a} [for|by|with] {b}",
+        "[exchange|swap] [the word|the name|every|each] {a} [for|with] {b}",
         "[remove|delete|take out|strike out] {a} and [write|put|use] {b} [instead|there|in its place]",
         "let {a} [be|become] {b} [in this|here|]",
         "give me [this|the text|it] with {b} [instead of|in place of|for|where it says] {a}",
@@ -296,7 +296,7 @@ CASE = Wordings(
         "{x}\n\nIn {c} letters, please.",
         "[Use|Only] {c} letters: {x}",
         "[Put|Write] [it|the text|the line] in {c} letters.\n\n{x}",
-        "{x}\n\n[Write|Put|Turn] [this|that|it] [in|into] {c} letters.",
+        "{x}\n\n[Write|Put|Turn] [that|it] [in|into] {c} letters.",
         "[Say|Type|Repeat|Copy] this in {c} letters: {x}",
         "[Can|Could] you write this in {c} letters? {x}",
         "All [in|] {c} letters: {x}",
@@ -307,7 +307,7 @@ CASE = Wordings(
     test=("Put this into {c} letters: {x}",),
     asks=(
         "[write|print|type|say|spell|repeat|copy|show me|give me] [the sentence|the text|this|it|this sentence|the line|what I wrote|these words] in {c} letters",
-        "[change|turn|convert|make|rewrite] [the sentence|the text|this|it|this sentence|the line|what I wrote|these words] [to|into|in] {c} letters",
+        "[change|turn|convert] [the sentence|the text|this|it|this sentence|the line|what I wrote|these words] [to|into] {c} letters",
         "[put|set|bring] [it|the text|the sentence|everything|all of it] [in|into|to] {c} letters",
         "use [only|nothing but|just|] {c} letters [for this|here|]",
     ),
@@ -341,7 +341,8 @@ RENAME = Wordings(
     test=("In this code {a} should be named {b}.\n\n{x}", "Use the name {b} for {a} here:\n\n{x}"),
     asks=(
         "rename [the name|the variable|the function|] {a} [to|into|as] {b}",
-        "[change|turn|replace] [the name|the variable|] {a} [to|into|with|by] {b} [in this code|here|in the program|]",
+        "[change|turn] [the name|the variable|] {a} [to|into] {b} [in this code|here|in the program|]",
+        "replace [the name|the variable|] {a} [with|by] {b} [in this code|here|in the program|]",
         "[call|name] {a} {b} [instead|now|from now on|here|]",
         "[use|write|take|put] [the name|] {b} [instead of|in place of|rather than] {a} [here|in the code|]",
         "[take|choose|write|put] [the name|] {b} for {a} [here|in this|]",
@@ -506,7 +507,7 @@ SORT = Wordings(
         "[Put|Bring|Write|List] [the words|the list|this list|them] [from A to Z|in the order of the alphabet]: {x}",
         "[Order|Arrange] [the words|this list|the list|these words] [by the alphabet|by their first letters|in alphabetical order]: {x}",
         "{x}\n\n[Put|Bring] them in alphabetical order.",
-        "{x}\n\n[Order|Arrange] [them|these words] [from A to Z|by the alphabet|alphabetically].",
+        "{x}\n\n[Order|Arrange] them [from A to Z|by the alphabet].",
         "[Can|Could] you sort [these words|this list|this]? {x}",
         "[Words|List]: {x}\n\n[Sorted|In alphabetical order|From A to Z]:",
         "[In alphabetical order|From A to Z|Alphabetically], please: {x}",

@@ -23,6 +23,7 @@ from world.words import (
     person,
 )  # fmt: skip
 
+SELF = "self"  # the kind of greetings and of questions about the assistant
 UNKNOWN_ANSWER = "I don't know."
 ABOUT_SELF: tuple[tuple[str, str], ...] = (
     ("[Who|What] are you?", "I am mini, a very small language model."),
@@ -67,7 +68,7 @@ def about_self(rng: random.Random, split: str) -> GrammarSample:
         text = f"{rng.choice(('Listen:', 'Now,', 'Well,'))} {text}"
     elif rng.random() < 0.15:
         text = text.lower()
-    return GrammarSample("self", ((text, answer),))
+    return GrammarSample(SELF, ((text, answer),))
 
 
 def introduction(rng: random.Random, split: str) -> GrammarSample:

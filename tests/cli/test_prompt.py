@@ -13,7 +13,7 @@ import pytest
 from forerun.errors import ConfigError
 from forerun.weights.resolve import resolve_model
 
-PROMPT = "What is the capital of France?"
+PROMPT = "Tell me a story about a lost key."
 SHORT = ("--max-tokens", "24", "--temperature", "0", "--drafter", "none")
 
 

@@ -146,7 +146,7 @@ def test_mini_answers_the_tasks_of_the_demo_rightly() -> None:
 
     llm = LLM("mini", drafter="none")
     asked = [[{"role": "user", "content": task}] for task in TASKS]
-    facts, fields, copy = (
+    facts, fields, edited = (
         output.outputs[0].text for output in llm.chat(asked, SamplingParams(temperature=0, max_tokens=160))
     )
     assert "Its capital is Paris." in facts and facts.endswith(
@@ -155,7 +155,7 @@ def test_mini_answers_the_tasks_of_the_demo_rightly() -> None:
     assert json.loads(fields) == {
         "name": "Clara Miller", "town": "Lisbon", "count": 12, "item": "chairs", "phone": "555-0143"
     }  # fmt: skip
-    assert copy == TASKS[2].removeprefix("Copy this text: ")
+    assert edited == TASKS[2].partition("\n\n")[2].replace("Tom", "Ben")
 
 
 def test_demo_of_a_prompt_is_one_task_that_ends_with_its_answer(run: Any) -> None:

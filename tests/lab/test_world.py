@@ -55,9 +55,9 @@ def test_a_hero_keeps_one_pronoun() -> None:
 def test_only_what_is_known_by_heart_is_asked_twice_and_a_seed_gives_the_same() -> None:
     one, two = records(1500), records(1500)
     assert one == two
-    others = [json.dumps(record) for record in one if record["kind"] not in (*facts.FACTS, "self")]
+    others = [json.dumps(record) for record in one if record["kind"] not in (*facts.FACTS, talk.SELF)]
     assert len(others) == len(set(others)) > 900
-    assert sum(record["kind"] == "self" for record in one) > 20
+    assert sum(record["kind"] == talk.SELF for record in one) > 20
 
 
 def wordings() -> list[tuple[str, Wordings]]:
@@ -77,10 +77,10 @@ def test_the_examination_has_wordings_of_its_own(name: str, found: Wordings) -> 
 
 
 def every(pattern: str) -> Iterator[str]:
-    """All texts of a pattern, their letters and numbers of blanks and lines made equal."""
+    """All texts of a pattern in small letters, without marks and without the place of the text they are about."""
     inner = re.search(r"\[([^\[\]]*)\]", pattern)
     if inner is None:
-        yield " ".join(re.sub(r"[.:!,]", " ", pattern.lower()).split())
+        yield " ".join(re.sub(r"[.:!,]|\{x\}", " ", pattern.lower()).split())
         return
     for choice in inner[1].split("|"):
         yield from every(pattern[: inner.start()] + choice + pattern[inner.end() :])

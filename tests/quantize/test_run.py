@@ -51,7 +51,7 @@ def test_methods_are_nearer_than_rounding(tmp_path: Path) -> None:
     truth, text = load_model(trained, factory.make_kernels()), models.prose()
     errors = {
         name: models.logit_error(
-            models.quantized(trained, tmp_path / name, text[::12], method=name, bits=4, group_size=64, sym=False),
+            models.quantized(trained, tmp_path / name, text[::12], method=name, bits=4, group_size=128, sym=False),
             truth,
             text[1::2][:6],
         )

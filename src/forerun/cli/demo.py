@@ -31,11 +31,12 @@ from forerun.core import CompletionOutput, SamplingParams, speedup
 if TYPE_CHECKING:
     from forerun.llm import LLM
 
-TASKS = (  # what is asked without a prompt: facts, fields of a message as JSON, a copy; mini gets all of them right
+TASKS = (  # what is asked without a prompt: facts, fields of a message as JSON, an edit; mini gets all of them right
     "What can you tell me about France?",
     "Hello, my name is Clara Miller from Lisbon. I would like to order 12 chairs. Please call me at 555-0143.\n\n"
     "Write name, town, count, item and phone as JSON.",
-    "Copy this text: The baker lives at 14 Market Street in Ashford. On Friday, Clara will meet Tom in Ashford. "
+    "Replace Tom with Ben in this text.\n\n"
+    "The baker lives at 14 Market Street in Ashford. On Friday, Clara will meet Tom in Ashford. "
     "The kite of Tom is under the bed.",
 )
 NEXT = (
