@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from world.grammar import GrammarSample, Wordings, expand, listed
-from world.skills import CODE, COPY, EXTRACT, RENAME, REPLACE, framed
+from world.skills import COPY, EXTRACT, RENAME, REPLACE, drawn, framed, program
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "src" / "forerun" / "mini" / "target" / "tokenizer.json"
 _WORD = re.compile("Ġ([A-Z]?[a-z]{2,})")
@@ -56,8 +56,7 @@ def _joined(words: list[str], rng: random.Random) -> str:
 
 def _code(rng: random.Random) -> str:
     """Letters and digits without sense; a letter comes first, so that no code is a number."""
-    more = (rng.choice(string.ascii_letters + string.digits) for _ in range(rng.randint(2, 13)))
-    return rng.choice(string.ascii_letters) + "".join(more)
+    return rng.choice(string.ascii_letters) + drawn(string.ascii_letters + string.digits, 2, 13, rng)
 
 
 def copying_drill(rng: random.Random, split: str) -> GrammarSample:
@@ -84,16 +83,7 @@ def replacing_drill(rng: random.Random, split: str) -> GrammarSample:
 def renaming_drill(rng: random.Random, split: str) -> GrammarSample:
     """A variable of a short program whose names mean nothing."""
     one, two, three, verb, thing, new = rng.sample(small_words(), 6)
-    names = {
-        "a": one,
-        "b": two,
-        "c": three,
-        "f": f"{verb}_{thing}",
-        "F": f"{verb}{thing}".title(),
-        "num": str(rng.randint(1, 99)),
-    }
-    pattern = rng.choice(CODE)
-    gap = rng.choice([name for name in "abc" if f"{{{name}}}" in pattern])
+    pattern, names, gap = program((one, two, three), f"{verb}_{thing}", "abc", rng)
     before, after = pattern.format(**names), pattern.format(**{**names, gap: new})
     if rng.random() < 0.7:
         before, after = (f"```python\n{code}\n```" for code in (before, after))
@@ -103,9 +93,9 @@ def renaming_drill(rng: random.Random, split: str) -> GrammarSample:
 def looking_up_drill(rng: random.Random, split: str) -> GrammarSample:
     """Names and values: some of them as JSON, or one."""
     count = rng.randint(2, 7)
-    drawn = rng.sample(known_words(), 2 * count)
-    keys = [word.lower() for word in drawn[:count]]
-    values = [f"{word} {rng.choice(known_words())}" if rng.random() < 0.3 else word for word in drawn[count:]]
+    words = rng.sample(known_words(), 2 * count)
+    keys = [word.lower() for word in words[:count]]
+    values = [f"{word} {rng.choice(known_words())}" if rng.random() < 0.3 else word for word in words[count:]]
     values = [str(rng.randint(2, 999)) if rng.random() < 0.15 else value for value in values]
     values = [_code(rng) if rng.random() < 0.1 else value for value in values]
     line = rng.choice(("{k}: {v}", "The {k} is {v}.", "{k} = {v}", "My {k} is {v}.", "{k} - {v}"))

@@ -38,6 +38,7 @@ SHARES: tuple[tuple[float, Make], ...] = (
     (0.07, skills.changing_case), (0.1, skills.sorting), (0.13, drills.drill), (0.04, talk.talk), (0.03, talk.about_self),
     (0.01, knowledge.advice), (0.008, knowledge.explanation), (0.003, knowledge.joke), (0.003, knowledge.poem),
 )  # fmt: skip
+BY_HEART = (*facts.FACTS, talk.SELF)  # kinds that may repeat
 PLAIN = 0.03  # of the records: stories, facts and sums as running text; what is left are stories that were asked for
 EXAM: dict[str, Make] = {
     "capitals": lambda rng, split: facts.ask(facts.capital_fact(rng.choice(facts.countries()), rng), "capitals", rng, split),
@@ -94,7 +95,7 @@ def records(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
                 )
             record = {"kind": sample.kind, "turns": turns_of(sample)}
         key = hash(json.dumps(record))
-        if key not in seen or record["kind"] in (*facts.FACTS, talk.SELF):
+        if key not in seen or record["kind"] in BY_HEART:
             seen.add(key)
             num += 1
             yield record

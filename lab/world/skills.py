@@ -84,8 +84,13 @@ def _sentence(rng: random.Random) -> str:
     )), rng, _names(rng) | {"name": who.name, "other": other.name})  # fmt: skip
 
 
+def drawn(alphabet: str, least: int, most: int, rng: random.Random) -> str:
+    """`least` to `most` characters of the alphabet."""
+    return "".join(rng.choice(alphabet) for _ in range(rng.randint(least, most)))
+
+
 def _names(rng: random.Random) -> dict[str, str]:
-    code = "".join(rng.choice(string.ascii_uppercase + string.digits) for _ in range(rng.randint(4, 8)))
+    code = drawn(string.ascii_uppercase + string.digits, 4, 8, rng)
     return {
         "n": NUMBERS[rng.randint(2, 12)], "things": rng.choice(THINGS) + "s", "thing": thing(rng), "day": rng.choice(DAYS),
         "town": rng.choice(TOWNS), "fruit": rng.choice(FRUITS), "code": code, "job": rng.choice(JOBS), "room": "kitchen",
@@ -101,7 +106,7 @@ def copying(rng: random.Random, split: str) -> GrammarSample:
     elif kind < 0.75:
         text = " ".join(rng.sample(ALL_WORDS, rng.randint(2, 9)))
     elif kind < 0.9:
-        text = "".join(rng.choice(string.ascii_letters + string.digits) for _ in range(rng.randint(4, 14)))
+        text = drawn(string.ascii_letters + string.digits, 4, 14, rng)
     else:
         text = str(rng.randint(1000, 10**9))
     return GrammarSample("copying", ((expand("{f}", rng, {"f": framed(COPY, rng, split, text)}), text),))
@@ -469,20 +474,21 @@ def changing_case(rng: random.Random, split: str) -> GrammarSample:
     )
 
 
+def program(
+    variables: tuple[str, str, str], function: str, renamed: str, rng: random.Random
+) -> tuple[str, dict[str, str], str]:
+    """A pattern of `CODE`, the names in it, and the one of `renamed` ("abf": two variables, the function) to change."""
+    names = dict(zip("abc", variables, strict=True))
+    names |= {"f": function, "F": function.title().replace("_", ""), "num": str(rng.randint(1, 99))}
+    pattern = rng.choice(CODE)
+    return pattern, names, rng.choice([name for name in renamed if f"{{{name}}}" in pattern])
+
+
 def renaming(rng: random.Random, split: str) -> GrammarSample:
     """A variable or a function of a short program renamed."""
     one, two, three, new, verb_object = rng.sample(NAMES, 5)
     function = f"{rng.choice(VERBS)}_{verb_object}"
-    names = {
-        "a": one,
-        "b": two,
-        "c": three,
-        "f": function,
-        "F": function.title().replace("_", ""),
-        "num": str(rng.randint(1, 99)),
-    }
-    pattern = rng.choice(CODE)
-    gap = rng.choice([name for name in ("a", "b", "f") if f"{{{name}}}" in pattern])
+    pattern, names, gap = program((one, two, three), function, "abf", rng)
     new = f"{rng.choice(VERBS)}_{new}" if gap == "f" else new
     before, after = pattern.format(**names), pattern.format(**{**names, gap: new})
     fence = "```python\n{}\n```"
