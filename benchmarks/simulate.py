@@ -8,9 +8,11 @@ tokens really followed (`traces/mini.json.xz`, written by `--record`). A portfol
 under a policy, and what passes and calls take comes from a table (`traces/costs.json`, milliseconds). Widening a model
 changes its costs, not its text, so the same traces serve a larger model.
 
-Three kinds of work: `spec`, Spec-Bench prompts one by one; `short`, answers of 20 to 40 tokens to prompts of 300;
-`batch`, 16 requests at once. Printed is decoding speed over plain and over the best fixed number of drafts, for a new
-policy (`new`) and for one that has seen the same kind of work (`known`), then geometric means and the worst.
+Four kinds of work: `spec`, Spec-Bench prompts one by one; `short`, answers of 20 to 40 tokens to prompts of 300;
+`batch`, 16 requests at once; `busy`, as `spec`, behind a time of 400 plain steps in which all took 2 to 8 times as
+long. Printed is decoding speed over plain and over the best fixed number of drafts, for a new policy (`new`; of
+`busy` the first texts after all of them were written once) and for one that has seen the same kind of work (`known`),
+then geometric means and the worst.
 
 To try another policy, change `policy_for`.
 """
@@ -39,11 +41,12 @@ from forerun.policy.policy import AdaptivePolicy, Outcome, Policy, StepResult, S
 from forerun.speculation.draft import Draft
 
 TRACES, COSTS = (Path(__file__).parent / "traces" / name for name in ("mini.json.xz", "costs.json"))
-WORKS, TEMPERATURES = ("spec", "short", "batch"), (0.0, 0.7, 1.0)
+WORKS, TEMPERATURES = ("spec", "short", "batch", "busy"), (0.0, 0.7, 1.0)
 MEMBERS = {"draft": ("draft",), "eagle": ("eagle",), "suffix": ("suffix",), "portfolio": ("suffix", "draft")}
 MOST = {"draft": 8, "eagle": 8, "suffix": 12, "portfolio": 16}  # drafts, as by default
 FIXED = (1, 2, 3, 4, 6, 8)
 NOISE, HICCUP = 0.03, 0.01  # of times: standard deviation, and share of them that is half as long again
+BUSY, BUSY_STEPS, BUSY_NOISE = (2.0, 3.5, 8.0), 400, 0.3  # how slow, for how many plain steps, how uneven
 VOCAB_SIZE = 1 << 16  # more than any token of the traces
 HALVES = {"all": slice(None), "choose": slice(0, None, 2), "report": slice(1, None, 2)}
 SCALE = 20  # log chances are kept as whole numbers, times this
@@ -58,6 +61,7 @@ class Machine:
 
     costs: Mapping[str, Any]
     seed: int
+    slowed: float = 1.0  # by something that runs beside it at first
     now_s: float = 0.0
     passes: PassCosts = field(init=False)
     _random: random.Random = field(init=False)
@@ -68,8 +72,10 @@ class Machine:
 
     def spend(self, ms: float) -> float:
         """Let so much time pass, more or less -> seconds."""
-        factor = self._random.gauss(1.0, NOISE) * (1.5 if self._random.random() < HICCUP else 1.0)
-        self.now_s += max(factor, 1.0 - 3 * NOISE) * ms / 1e3
+        factor = max(self._random.gauss(1.0, NOISE), 1.0 - 3 * NOISE) * (1.5 if self._random.random() < HICCUP else 1.0)
+        if self.slowed > 1.0 and self.now_s < BUSY_STEPS * self.passes(1):
+            factor *= self.slowed * math.exp(self._random.gauss(0.0, BUSY_NOISE))
+        self.now_s += factor * ms / 1e3
         return factor * ms / 1e3
 
     def spend_step(self, num_requests: int, num_rows: int, drafts: bool, plans: bool) -> float:
@@ -202,22 +208,24 @@ def _accept(draft: Draft, text: Sequence[int]) -> Outcome:
     return Outcome(request, draft, emitted)
 
 
-def measure(machine_costs: Mapping[str, Any], drafter: str, texts: Sequence[Any], batch: bool, seeds: int) -> Any:
+def measure(machine_costs: Mapping[str, Any], drafter: str, texts: Sequence[Any], work: str, seeds: int) -> Any:
     """-> speeds over plain: of each fixed number, of a new policy and of one that knows the work."""
     members = MEMBERS[drafter]
 
-    def run(policy: Callable[[Machine], Policy], seed: int = 0, times: int = 1) -> list[float]:
-        machine = Machine(machine_costs, seed)
+    def run(policy: Callable[[Machine], Policy], seed: int = 0, times: int = 1, slowed: float = 1.0) -> list[float]:
+        machine = Machine(machine_costs, seed, slowed)
         made = policy(machine)
-        return [decode(made, members, texts, machine, batch) for _ in range(times)]
+        return [decode(made, members, texts, machine, work == "batch") for _ in range(times)]
 
     def fixed_s(num_drafts: int) -> float:
         return run(lambda _: FixedPolicy(1 + num_drafts))[0]
 
     plain_s = fixed_s(0)
     fixed = {num: plain_s / fixed_s(num) for num in FIXED}
-    took = [run(lambda machine: policy_for(members, MOST[drafter], machine), seed, 2) for seed in range(seeds)]
-    new, known = (plain_s / (sum(seconds) / seeds) for seconds in zip(*took, strict=True))
+    busy = work == "busy"
+    took = [run(lambda machine: policy_for(members, MOST[drafter], machine), seed, 2 + busy, slowed)[busy:]
+            for seed, slowed in product(range(seeds), BUSY if busy else (1.0,))]  # fmt: skip
+    new, known = (plain_s / (sum(seconds) / len(took)) for seconds in zip(*took, strict=True))
     return fixed, new, known
 
 
@@ -231,7 +239,7 @@ def compare(machines: Sequence[str], works: Sequence[str], seeds: int, half: str
         for work, drafter, temperature in product(works, MEMBERS, TEMPERATURES):
             kind = "short" if work == "short" else "spec"
             texts = [text for text in traces if (text["work"], text["temperature"]) == (kind, temperature)]
-            fixed, new, known = measure(costs[name], drafter, texts[HALVES[half]], work == "batch", seeds)
+            fixed, new, known = measure(costs[name], drafter, texts[HALVES[half]], work, seeds)
             best = max(fixed, key=fixed.__getitem__)
             reference = max(fixed[best], 1.0)
             over_best["new"].append(new / reference)
@@ -313,7 +321,7 @@ def main() -> None:
     parser.add_argument("--machine", action="append", choices=["mini", "1b-int4"], help="whose costs "
                         "(traces/costs.json); all unless given")  # fmt: skip
     parser.add_argument("--work", action="append", choices=WORKS, help="prompts one by one, short "
-                        "answers to long prompts, or 16 requests at once; all unless given")  # fmt: skip
+                        "answers to long prompts, 16 requests at once, after a busy time; all by default")  # fmt: skip
     parser.add_argument("--seeds", type=int, default=2, help="of the noise of times: runs of every policy")
     parser.add_argument("--half", choices=HALVES, default="all", help="choose rules and constants by one half of the "
                         "texts, report by the other")  # fmt: skip

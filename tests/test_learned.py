@@ -39,8 +39,8 @@ def taught() -> AdaptivePolicy:
     for _ in range(5):
         made.costs.learn_step(1, drafts=False, seconds=1.5)
         made.costs.learn_step(8, drafts=True, seconds=3.0)
-        made.costs.calls["m"].learn(1, 4, 4, 0, 0.25)
-        made.costs.calls["m"].learn(1, 4, 4, 100, 1.25)
+        made.costs.learn_call("m", 1, 4, 4, 0, 0.25)
+        made.costs.learn_call("m", 1, 4, 4, 100, 1.25)
     show_right(made, "m", 4, 3)
     made.usual_output = 30.0
     return made
@@ -127,40 +127,45 @@ def test_calls_of_sizes_that_do_not_exist_change_nothing(tmp_path: Path, table: 
     assert made.costs.calls["m"].call_s(4, 1) == 0.0
 
 
+def learn_plain(made: AdaptivePolicy, rows: int, seconds: float) -> None:
+    """A plain step long after drafts."""
+    made.costs.learn_plain(rows, seconds)
+    made.costs.learn_step(rows, False, seconds)
+
+
 def test_what_was_kept_follows_the_plain_steps_of_this_process(tmp_path: Path) -> None:
     """The other process shared the machine: all its times are four times those of this one."""
     busy, made = policy(), policy()
     for _ in range(8):
-        busy.costs.learn_step(1, False, 4.0)
+        learn_plain(busy, 1, 4.0)
         busy.costs.learn_step(8, True, 8.0)
-        busy.costs.calls["m"].learn(1, 4, 4, 0, 1.0)
-        busy.costs.calls["m"].learn(1, 8, 8, 0, 2.0)
+        busy.costs.learn_call("m", 1, 4, 4, 0, 1.0)
+        busy.costs.learn_call("m", 1, 8, 8, 0, 2.0)
     Kept(tmp_path, ABOUT).save(busy)
     assert Kept(tmp_path, ABOUT).load(made)
     assert made.costs.step_s(8) == pytest.approx(8.0) and made.costs.calls["m"].call_s(4, 1) == pytest.approx(1.0)
-    made.costs.calls["m"].learn(1, 8, 8, 0, 1.0)
-    measured = made.costs.calls["m"].call_s(8, 1)
-    made.costs.learn_step(1, False, 2.0)  # the first one is slow
+    made.costs.learn_call("m", 1, 8, 8, 0, 1.0)
+    learn_plain(made, 1, 2.0)  # the first one is slow
+    assert made.costs.step_s(8) == pytest.approx(4.0) and made.costs.calls["m"].call_s(4, 1) == pytest.approx(0.5)
     for _ in range(30):
-        made.costs.learn_step(1, False, 1.0)
+        learn_plain(made, 1, 1.0)
     assert made.costs.step_s(8) == pytest.approx(2.0) and made.costs.calls["m"].call_s(4, 1) == pytest.approx(0.25)
-    assert made.costs.calls["m"].call_s(8, 1) == measured, "it was measured here"
+    assert made.plain_step_s(1) == pytest.approx(1.0), "it was measured here"
     made.costs.learn_step(8, True, 3.0)
-    for _ in range(8):
-        made.costs.learn_step(1, False, 0.5)
+    learn_plain(made, 1, 1.0)
     assert made.costs.step_s(8) == pytest.approx(3.0)
 
 
 def test_plain_steps_of_more_requests_tell_as_well_and_slower_ones_nothing(tmp_path: Path) -> None:
     busy, other, slower = policy(), policy(), policy()
     for _ in range(8):
-        busy.costs.learn_step(1, False, 4.0)
-        busy.costs.calls["m"].learn(1, 4, 4, 0, 1.0)
+        learn_plain(busy, 1, 4.0)
+        busy.costs.learn_call("m", 1, 4, 4, 0, 1.0)
     Kept(tmp_path, ABOUT).save(busy)
     assert Kept(tmp_path, ABOUT).load(other) and Kept(tmp_path, ABOUT).load(slower)
     for _ in range(8):
-        other.costs.learn_step(8, False, 2.0)  # as long as the pass alone; one of a request took four times as long
-        slower.costs.learn_step(1, False, 8.0)
+        learn_plain(other, 8, 2.0)  # as long as the pass alone; one of a request took four times as long
+        learn_plain(slower, 1, 8.0)
     assert other.costs.calls["m"].call_s(4, 1) == pytest.approx(0.25)
     assert other.plain_step_s(1) == pytest.approx(1.0)
     assert slower.costs.calls["m"].call_s(4, 1) == pytest.approx(1.0)

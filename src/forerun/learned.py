@@ -233,6 +233,7 @@ def _plain(policy: AdaptivePolicy, measured_s: float) -> dict[str, Any]:
         "measured_s": measured_s,
         "passes": list(costs.passes.points.items()),
         "steps": [[*key, mean.value * costs.passes(key[1]), mean.num] for key, mean in costs.slowness.items()],
+        "plain": [[rows, mean.value * costs.passes(rows), mean.num] for rows, mean in costs.plain.items()],
         "by_size": {name: _rows(call.by_size) for name, call in costs.calls.items()},
         "by_depth": {name: _rows(call.by_depth) for name, call in costs.calls.items()},
         "reading": {name: astuple(call.reading) for name, call in costs.calls.items() if call.reading is not None},
@@ -248,22 +249,24 @@ def _rows(table: Mapping[Any, Mean | Tally]) -> list[list[Any]]:
 def _restore(policy: AdaptivePolicy, kept: Mapping[str, Any]) -> None:
     """Read all of it, then take it over: what is damaged changes nothing. Raises whatever is wrong with it."""
     passes = policy.costs.passes
-    slowness = {(drafts, rows): mean for (drafts, rows), mean in _table(kept["steps"], Mean).items()}
     calls = {name: _call(call, kept, name) for name, call in policy.costs.calls.items() if name in kept["by_size"]}
     tallies = {name: _table(kept[name], Tally) for name in _TALLIES}
     usual_output = _number(kept["usual_output"])
-    steps = {
-        (bool(drafts), int(rows)): Mean(mean.value / passes(rows))  # until one is measured
-        for (drafts, rows), mean in slowness.items()
-        if rows in passes.points
-    }
+    steps = {(bool(drafts), int(rows)): mean for (drafts, rows), mean in _steps(kept["steps"], passes).items()}
+    plain = {int(rows): mean for (rows,), mean in _steps(kept["plain"], passes).items()}
     now = {id(mean) for call in policy.costs.calls.values() for mean in call.means}
     kept_calls = [mean for call in calls.values() for mean in call.means if id(mean) not in now]
-    policy.costs = Costs(passes, steps, policy.costs.calls | calls)
-    policy.costs.keep([*steps.values(), *kept_calls])
+    policy.costs = Costs(passes, steps, policy.costs.calls | calls, plain)
+    policy.costs.pace.keep([*steps.values(), *plain.values(), *kept_calls])
     for name, table in tallies.items():
         setattr(policy.acceptance, name, {key[0] if len(key) == 1 else key: entry for key, entry in table.items()})
     policy.usual_output = usual_output
+
+
+def _steps(rows: Any, passes: PassCosts) -> dict[tuple[Any, ...], Mean]:
+    """Slowness, believed until it is measured, by keys that end in a measured number of rows."""
+    table = _table(rows, Mean).items()
+    return {key: Mean(mean.value / passes(key[-1])) for key, mean in table if key[-1] in passes.points}
 
 
 def _call(now: CallCosts, kept: Mapping[str, Any], name: str) -> CallCosts:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from forerun.policy.costs import LONG_LAG, CallCosts, Costs, Mean, PassCosts, rows_to_measure
+from forerun.policy.costs import LONG_LAG, CallCosts, Costs, Mean, Pace, PassCosts, rows_to_measure
 
 
 def test_costs_between_points_and_beyond() -> None:
@@ -49,23 +51,69 @@ def test_steps_with_drafts_and_plain_ones_are_followed_apart() -> None:
 
 
 def test_calls_cost_by_drafts_and_requests() -> None:
-    costs = CallCosts()
+    costs, pace = CallCosts(), Pace()
     assert costs.call_s(1, 1) == 0.0
-    costs.learn(1, 2, 2, 0, 0.2)
-    costs.learn(16, 2, 2, 0, 0.5)
+    costs.learn(1, 2, 2, 0, 0.2, pace)
+    costs.learn(16, 2, 2, 0, 0.5, pace)
     assert costs.call_s(2, 1) == 0.2 and costs.call_s(2, 16) == 0.5
     assert costs.call_s(4, 1) == pytest.approx(0.4) and costs.call_s(2, 4) == pytest.approx(0.4)
-    costs.learn(1, 6, 6, 0, 0.6)
+    costs.learn(1, 6, 6, 0, 0.6, pace)
     assert costs.level_s == pytest.approx(0.1)
-    costs.learn(1, 0, 0, 0, 9.0)
+    costs.learn(1, 0, 0, 0, 9.0, pace)
     assert costs.call_s(2, 1) == 0.2, "a call that gave nothing says nothing of drafting"
 
 
 def test_reading_is_told_from_drafting() -> None:
-    costs = CallCosts()
+    costs, pace = CallCosts(), Pace()
     costs.expect(4, 4, 0.1)
     assert costs.reading_s(900) == 0.0, "not known yet"
-    assert costs.learn(1, 4, 4, 100, 1.1) == pytest.approx(1.0)
+    assert costs.learn(1, 4, 4, 100, 1.1, pace) == pytest.approx(1.0)
     assert costs.reading_s(LONG_LAG - 1) == 0.0 and costs.reading_s(50) == pytest.approx(0.5)
     assert costs.call_s(4, 1) == 0.1
-    assert costs.learn(1, 4, 4, 2, 0.2) == 0.0 and costs.call_s(4, 1) == 0.2
+    assert costs.learn(1, 4, 4, 2, 0.2, pace) == 0.0 and costs.call_s(4, 1) == 0.2
+
+
+def test_what_is_not_measured_falls_with_what_is() -> None:
+    pace, stale, other, gauge = Pace(), Mean(1.0), Mean(1.0), Mean(1.0)
+    for _ in range(6):
+        pace.learn(stale, 8.0)
+        pace.learn_gauge(other, 6.0)
+        pace.learn_gauge(gauge, 4.0)
+    pace.learn_gauge(gauge, 3.9)
+    assert (stale.value, other.value) == (8.0, 6.0), "noise"
+    for _ in range(40):
+        pace.learn_gauge(gauge, 1.0)
+    assert stale.value == pytest.approx(2.0, rel=0.3) and other.value == pytest.approx(1.5, rel=0.3)
+    assert stale.value / other.value == pytest.approx(8 / 6), "one follows the other"
+    before = stale.value
+    for _ in range(40):
+        pace.learn_gauge(gauge, 4.0)
+    assert stale.value == before, "it does not rise"
+    pace.learn_gauge(other, 9.0)
+    for _ in range(40):
+        pace.learn_gauge(gauge, 4.0)
+    assert stale.value == before
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_was_measured_in_a_busy_time_ends_near_what_a_quiet_one_gives(seed: int) -> None:
+    """Whatever is measured afterwards, as long as it was measured in the busy time, too."""
+    rng = random.Random(seed)
+    costs, slow, rows = Costs(PassCosts({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0})), rng.uniform(2.0, 8.0), (2, 4, 8)
+    costs.calls["m"] = CallCosts()
+
+    def measure(kind: int, factor: float) -> None:
+        costs.learn_step(kind, kind > 1, factor * kind)
+        if kind > 1:
+            costs.learn_call("m", 1, kind, kind, 0, 0.1 * factor * kind)
+        else:
+            costs.learn_plain(1, factor)
+
+    for kind in [*rows, 1] * 4 + [rng.choice((1, *rows)) for _ in range(rng.randint(0, 60))]:
+        measure(kind, slow)
+    chosen = rng.sample((1, *rows), rng.randint(1, 2))
+    for _ in range(60):
+        measure(rng.choice(chosen), 1.0)
+    for kind in rows:
+        assert 0.6 < costs.step_s(kind) / kind < 1.4, (kind, chosen)
+        assert 0.6 < costs.calls["m"].call_s(kind, 1) / (0.1 * kind) < 1.4, (kind, chosen)

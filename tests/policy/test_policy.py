@@ -45,8 +45,10 @@ def sizes(made: AdaptivePolicy, *drafts: Draft, member: str = "m") -> list[int]:
     return list(plan.sizes(member, drafts)) if plan.max_nodes(drafts[0].request) > 1 else [0] * len(drafts)
 
 
-def step(made: AdaptivePolicy, requests: Sequence[Request], right: int, draft_s: float = 0.05) -> tuple[float, int]:
-    """One step of a drafter whose first drafts are right, on the machine of FLAT -> seconds, drafts."""
+def step(
+    made: AdaptivePolicy, requests: Sequence[Request], right: int, draft_s: float = 0.05, slow: float = 1.0
+) -> tuple[float, int]:  # fmt: skip
+    """One step of a drafter whose first drafts are right, on the machine of FLAT or a slower one -> seconds, drafts."""
     plan, calls_s, asked, num_rows = made.plan(requests), 0.0, [], 0
     drafts = [Draft(each, plan.max_nodes(each), member="m") for each in requests]
     growing = [draft for draft in drafts if draft.max_nodes > 1]
@@ -57,7 +59,7 @@ def step(made: AdaptivePolicy, requests: Sequence[Request], right: int, draft_s:
             draft.believe(proposal, plan.log_chances(draft.request, proposal))
             draft.request.last_asked["m"] = len(draft.request.token_ids), 0
             asked.append(Asked(draft.request, 0, size, size))
-            calls_s = max(calls_s, draft_s * size)
+            calls_s = max(calls_s, slow * draft_s * size)
     plan.prune(growing)
     outcomes = []
     for draft in drafts:
@@ -66,7 +68,7 @@ def step(made: AdaptivePolicy, requests: Sequence[Request], right: int, draft_s:
         outcomes.append(Outcome(draft.request, draft, tokens))
         num_rows += draft.num_nodes
     calls = [DraftCall("m", calls_s, False, asked)] if asked else []
-    seconds = FLAT(num_rows) + calls_s
+    seconds = slow * FLAT(num_rows) + calls_s
     made.learn(StepResult(outcomes, calls, num_rows, 0, StepSeconds(calls_s, seconds - calls_s, seconds)))
     return seconds, num_rows - len(requests)
 
@@ -119,6 +121,18 @@ def test_a_plain_step_believed_too_slow_is_measured_again() -> None:
     assert made.plain_step_s(1) < 3.0
     spent = [step(made, [one], 0, draft_s=0.3)[0] for _ in range(1000)]
     assert sum(spent) < 1.02 * 1000 * FLAT(1)
+
+
+def test_drafts_are_made_again_after_a_busy_time() -> None:
+    """Steps with drafts were measured in it and seem too dear: nobody drafts, so nobody measures them."""
+    made, one = policy(), request()
+    for number in range(60):
+        step(made, [one], 3, slow=3.0 + number % 2)
+    made.exploration.balance = -0.5
+    for number in range(10):
+        assert step(made, [one], 3, slow=3.0 + number % 2)[1] == 0
+    drafted = [step(made, [one], 3)[1] > 0 for _ in range(200)]
+    assert sum(drafted[-50:]) > 40
 
 
 def test_plain_steps_grow_rare_while_drafts_pay() -> None:
@@ -191,7 +205,7 @@ def test_what_earlier_members_found_makes_a_costly_one_needless() -> None:
 def test_a_prompt_that_must_be_read_first_has_to_pay() -> None:
     made = policy()
     show_right(made, "m", 4)
-    made.costs.calls["m"].learn(1, 4, 4, 900, 90.0)
+    made.costs.learn_call("m", 1, 4, 4, 900, 90.0)
     assert sizes(made, Draft(request(known=900), 16)) != [0]
     assert sizes(made, Draft(request(known=900, max_tokens=20), 16)) == [0]
     assert sizes(made, Draft(request(known=30, max_tokens=20), 16)) != [0]

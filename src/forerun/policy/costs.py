@@ -5,7 +5,8 @@ Knows: seconds measured when the engine was built, and seconds of its steps sinc
 A pass in the running engine is slower than one measured alone: caches are colder, contexts longer, Python runs around
 it. By how much is followed for the row counts that were measured, apart for plain steps and steps with drafts.
 
-What another process has measured is cut where plain steps are faster now than they were in it: it shared the machine.
+A machine that something else runs on slows all of them. What was measured then and is not measured again, since it now
+seems too dear, would stay too high: it falls with what is measured (`Pace`). So does what another process has measured.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from typing import Final
 MAX_JUMP: Final = 4.0
 SETTLING: Final = 4
 RISE, FALL = 0.1, 0.3
+# A fall that is no noise. `benchmarks/simulate.py --machine mini`, over the best fixed number, new and known: after a
+# busy time 0.948 and 0.960, with 1.0 0.956 and 0.955, without `Pace` 0.873 and 0.872; with none (spec) 0.973 and 0.977,
+# 0.967 and 0.975, 0.973 and 0.977.
+CLEAR: Final = 0.8
 LONG_LAG: Final = 32  # missed tokens from which a call measures reading rather than drafting: 32 cost mini-draft 1 ms
 
 
@@ -44,6 +49,53 @@ class Mean:
             seen = min(seen, MAX_JUMP * self.value)
             self.value += (FALL if seen < self.value else RISE) * (seen - self.value)
         self.num += 1
+
+
+@dataclass(slots=True)
+class _Follower:
+    """A mean, and what its gauge was when the mean was measured, or has been since if that is less."""
+
+    mean: Mean
+    num: int  # of the mean then: where it has another, it was measured again
+    least: float
+
+
+@dataclass(slots=True)
+class Pace:
+    """Lets what is not measured fall with what is, as if one thing slowed both.
+
+    The gauge of a mean is what was measured next of what is always measured alike: a step with drafts, or a plain one
+    that no drafts have slowed. A mean does not rise with its gauge: what is taken for too cheap is done, and measured.
+    """
+
+    _fresh: dict[int, Mean] = field(default_factory=dict)  # measured since a gauge was
+    _followers: dict[int, dict[int, _Follower]] = field(default_factory=dict)  # by gauge and mean
+
+    def keep(self, kept: Sequence[Mean]) -> None:
+        """These were measured by another process, at the same time."""
+        self._fresh = {id(mean): mean for mean in kept}
+
+    def learn(self, mean: Mean, seen: float) -> None:
+        """One more measurement of what is no gauge."""
+        mean.learn(seen)
+        self._fresh[id(mean)] = mean
+
+    def learn_gauge(self, gauge: Mean, seen: float) -> None:
+        """One more measurement of a gauge."""
+        self._fresh.pop(id(gauge), None)
+        followers = self._followers.setdefault(id(gauge), {})
+        followers |= {key: _Follower(mean, mean.num, gauge.value) for key, mean in self._fresh.items()}
+        self._fresh = {id(gauge): gauge}
+        gauge.learn(seen)
+        self._fall(gauge)
+
+    def _fall(self, gauge: Mean) -> None:
+        """A gauge is always measured after its followers, so there are no circles."""
+        for follower in self._followers.get(id(gauge), {}).values():
+            if gauge.value < CLEAR * follower.least and follower.mean.num == follower.num:
+                follower.mean.value *= gauge.value / follower.least
+                follower.least = gauge.value
+                self._fall(follower.mean)
 
 
 class PassCosts:
@@ -142,28 +194,25 @@ class CallCosts:
         """What reading took when it was tried alone."""
         self.reading = Mean(max(seconds, 0.0) / num_tokens)
 
-    def learn(self, num_requests: int, num_drafts: int, depth: int, num_read: int, seconds: float) -> float:
-        """A call drew at most so many drafts and levels for each request, and read so many tokens for all of them.
-
-        -> seconds of it that went into reading.
-        """
+    def learn(self, num_requests: int, num_drafts: int, depth: int, num_read: int, seconds: float, pace: Pace) -> float:
+        """See `Costs.learn_call`."""
         if num_read >= LONG_LAG * num_requests:
-            return self._learn_reading(num_requests, num_drafts, num_read, seconds)
+            return self._learn_reading(num_requests, num_drafts, num_read, seconds, pace)
         if num_drafts > 0:
             key = _power_of_2(num_requests), num_drafts
             if key not in self.by_size:
                 self.by_size[key] = Mean(seconds)
                 self._most_like.clear()
-            self.by_size[key].learn(seconds)
+            pace.learn(self.by_size[key], seconds)
             if num_requests == 1:
-                self.by_depth.setdefault(depth, Mean(seconds)).learn(seconds)
+                pace.learn(self.by_depth.setdefault(depth, Mean(seconds)), seconds)
         return 0.0
 
-    def _learn_reading(self, num_requests: int, num_drafts: int, num_read: int, seconds: float) -> float:
+    def _learn_reading(self, num_requests: int, num_drafts: int, num_read: int, seconds: float, pace: Pace) -> float:
         reading_s = max(seconds - self.call_s(max(num_drafts, 1), num_requests), seconds / 2)
         if self.reading is None:
             self.reading = Mean(0.0)
-        self.reading.learn(reading_s / num_read)
+        pace.learn(self.reading, reading_s / num_read)
         return reading_s
 
 
@@ -174,11 +223,9 @@ class Costs:
     passes: PassCosts
     slowness: dict[tuple[bool, int], Mean] = field(default_factory=dict)  # by (drafts, rows): step over pass alone
     calls: dict[str, CallCosts] = field(default_factory=dict)  # of every drafter
-    _most_like: dict[tuple[bool, int], tuple[Mean, float]] = field(default_factory=dict, compare=False)
     plain: dict[int, Mean] = field(default_factory=dict)  # by rows: slowness of plain steps that no drafts have slowed
-    _kept: list[tuple[Mean, int]] = field(default_factory=list, compare=False)  # by another process, and their `num`
-    _gauge: Mean | None = field(default=None, compare=False)  # the plain steps that what was kept follows
-    _least: float = field(default=0.0, compare=False)  # of what they were believed to be, and have been since
+    _most_like: dict[tuple[bool, int], tuple[Mean, float]] = field(default_factory=dict, compare=False)
+    pace: Pace = field(default_factory=Pace, compare=False)
 
     # -- queries ------------------------------------------------------------------------------------------------
 
@@ -213,43 +260,33 @@ class Costs:
         if num_rows > self.passes.max_rows:
             return
         kind = drafts, self.passes.nearest(num_rows)
-        follows = bool(self._kept) and not drafts
-        if follows and self._gauge is None:
-            self._least = self._find_most_like(False, num_rows)[0].value  # as was believed
         if kind not in self.slowness:
-            self.slowness[kind] = Mean(1.0)
+            self.slowness[kind] = Mean(self._find_most_like(*kind)[0].value)
             self._most_like.clear()
         slowness, pass_s = self._most_like.get((drafts, num_rows)) or self._find_most_like(drafts, num_rows)
-        slowness.learn(seconds / pass_s)
-        if follows:
-            self._follow(slowness)
+        if drafts:
+            self.pace.learn_gauge(slowness, seconds / pass_s)
+        else:  # soon after drafts they are slower
+            self.pace.learn(slowness, seconds / pass_s)
 
     def learn_plain(self, num_rows: int, seconds: float) -> None:
         """A plain step took this long, and the steps before it were plain."""
         if num_rows > self.passes.max_rows:
             return
-        self.plain.setdefault(self.passes.nearest(num_rows), Mean(1.0)).learn(seconds / self.passes(num_rows))
+        point, slowness = self.passes.nearest(num_rows), seconds / self.passes(num_rows)
+        if point not in self.plain:
+            like = min(self.plain, key=lambda rows: abs(math.log(rows / point)), default=None)
+            self.plain[point] = Mean(slowness if like is None else self.plain[like].value)
+        self.pace.learn_gauge(self.plain[point], slowness)
 
-    def keep(self, kept: Sequence[Mean]) -> None:
-        """These were measured by another process, together with its plain steps."""
-        self._kept = [(mean, mean.num) for mean in kept]
+    def learn_call(
+        self, member: str, num_requests: int, num_drafts: int, depth: int, num_read: int, seconds: float
+    ) -> float:  # fmt: skip
+        """A call drew at most so many drafts and levels for each request, and read so many tokens for all of them.
 
-    def _follow(self, plain: Mean) -> None:
-        """Plain steps are faster than was believed: so is the rest of what was kept, until it is measured.
-
-        Not so where they are slower: drafts that are taken for too cheap are made, and measured.
+        -> seconds of it that went into reading.
         """
-        if self._gauge is None:
-            self._gauge = plain
-        if plain is not self._gauge:
-            return
-        if plain.value < self._least:
-            ratio, self._least = plain.value / self._least, plain.value
-            for mean, num in self._kept:
-                if mean.num == num:
-                    mean.value *= ratio
-        if plain.num > SETTLING:
-            self._kept = []
+        return self.calls[member].learn(num_requests, num_drafts, depth, num_read, seconds, self.pace)
 
 
 def rows_to_measure(max_nodes: int, max_rows: int) -> Sequence[int]:

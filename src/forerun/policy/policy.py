@@ -224,9 +224,9 @@ class AdaptivePolicy:
             return usual_s if result.num_span else min(rest_s, usual_s), calls_s
         if result.num_span:
             return usual_s, calls_s
-        self.costs.learn_step(result.num_rows, drafts, rest_s)
         if not calls_s and self._num_plain >= WARM_AFTER:
             self.costs.learn_plain(result.num_rows, rest_s)
+        self.costs.learn_step(result.num_rows, drafts, rest_s)
         return rest_s, calls_s
 
     def _learn_call(self, call: DraftCall, seconds: float) -> float:
@@ -235,7 +235,7 @@ class AdaptivePolicy:
             self._learned(asked.request).learn_call(call.member, asked.num_drafts > 0)
             num_drafts, depth = max(num_drafts, asked.num_drafts), max(depth, asked.depth)
             num_read += asked.num_read
-        return self.costs.calls[call.member].learn(len(call.asked), num_drafts, depth, num_read, seconds)
+        return self.costs.learn_call(call.member, len(call.asked), num_drafts, depth, num_read, seconds)
 
     def _settle(self, result: StepResult) -> None:
         """Rests grow while nobody is worth asking. Now and then, who was not asked is considered for a trial."""
