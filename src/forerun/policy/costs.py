@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Final
+from typing import Final, NamedTuple
 
 # Single measurements are up to 4 times too high where something else ran on the machine, hardly ever too low, and the
 # first of a kind are slow (mini: 3.7 ms where 2 are usual). So a jump is cut, the least of the first 4 counts, and
@@ -26,7 +26,7 @@ MAX_JUMP: Final = 4.0
 SETTLING: Final = 4
 RISE, FALL = 0.1, 0.3
 # A fall that is no noise. `benchmarks/simulate.py --machine mini`, over the best fixed number, new and known: after a
-# busy time 0.948 and 0.960, with 1.0 0.956 and 0.955, without `Pace` 0.873 and 0.872; with none (spec) 0.973 and 0.977,
+# busy time 0.956 and 0.959, with 1.0 0.956 and 0.955, without `Pace` 0.873 and 0.872; with none (spec) 0.973 and 0.977,
 # 0.967 and 0.975, 0.973 and 0.977.
 CLEAR: Final = 0.8
 LONG_LAG: Final = 32  # missed tokens from which a call measures reading rather than drafting: 32 cost mini-draft 1 ms
@@ -51,13 +51,20 @@ class Mean:
         self.num += 1
 
 
-@dataclass(slots=True)
-class _Follower:
-    """A mean, and what its gauge was when the mean was measured, or has been since if that is less."""
+class _Follower(NamedTuple):
+    """A mean that was not measured since it had `num`; what its gauge was then, or has been since if that is less."""
 
     mean: Mean
-    num: int  # of the mean then: where it has another, it was measured again
+    num: int
     least: float
+
+
+@dataclass(slots=True)
+class _Followers:
+    """Of one gauge, by their ids; the gauge falls for nobody unless it is well below `most`."""
+
+    by_id: dict[int, _Follower] = field(default_factory=dict)
+    most: float = 0.0
 
 
 @dataclass(slots=True)
@@ -69,7 +76,7 @@ class Pace:
     """
 
     _fresh: dict[int, Mean] = field(default_factory=dict)  # measured since a gauge was
-    _followers: dict[int, dict[int, _Follower]] = field(default_factory=dict)  # by gauge and mean
+    _followers: dict[int, _Followers] = field(default_factory=dict)  # by gauge
 
     def keep(self, kept: Sequence[Mean]) -> None:
         """These were measured by another process, at the same time."""
@@ -82,20 +89,32 @@ class Pace:
 
     def learn_gauge(self, gauge: Mean, seen: float) -> None:
         """One more measurement of a gauge."""
-        self._fresh.pop(id(gauge), None)
-        followers = self._followers.setdefault(id(gauge), {})
-        followers |= {key: _Follower(mean, mean.num, gauge.value) for key, mean in self._fresh.items()}
-        self._fresh = {id(gauge): gauge}
+        key, fresh = id(gauge), self._fresh
+        if key not in fresh or len(fresh) > 1:
+            fresh.pop(key, None)
+            followers = self._followers.setdefault(key, _Followers())
+            for other, mean in fresh.items():
+                followers.by_id[other] = _Follower(mean, mean.num, gauge.value)
+            followers.most = max(followers.most, gauge.value)
+            self._fresh = {key: gauge}
         gauge.learn(seen)
         self._fall(gauge)
 
     def _fall(self, gauge: Mean) -> None:
         """A gauge is always measured after its followers, so there are no circles."""
-        for follower in self._followers.get(id(gauge), {}).values():
-            if gauge.value < CLEAR * follower.least and follower.mean.num == follower.num:
-                follower.mean.value *= gauge.value / follower.least
-                follower.least = gauge.value
-                self._fall(follower.mean)
+        followers = self._followers.get(id(gauge))
+        if followers is None or gauge.value >= CLEAR * followers.most:
+            return
+        left, followers.by_id, followers.most = followers.by_id, {}, 0.0
+        for key, (mean, num, least) in left.items():
+            if mean.num != num:
+                continue
+            if gauge.value < CLEAR * least:
+                mean.value *= gauge.value / least
+                self._fall(mean)
+                least = gauge.value
+            followers.by_id[key] = _Follower(mean, num, least)
+            followers.most = max(followers.most, least)
 
 
 class PassCosts:
@@ -266,8 +285,8 @@ class Costs:
         slowness, pass_s = self._most_like.get((drafts, num_rows)) or self._find_most_like(drafts, num_rows)
         if drafts:
             self.pace.learn_gauge(slowness, seconds / pass_s)
-        else:  # soon after drafts they are slower
-            self.pace.learn(slowness, seconds / pass_s)
+        else:  # they are measured now and then, whatever is believed, and soon after drafts they are slower
+            slowness.learn(seconds / pass_s)
 
     def learn_plain(self, num_rows: int, seconds: float) -> None:
         """A plain step took this long, and the steps before it were plain."""
