@@ -1,8 +1,8 @@
 """Drills: tasks over words drawn at random, in which nothing but the text itself says what comes next.
 
-Knows: copying, replacing, renaming and looking up among words that have no sense together. A story is easily guessed, so a
-model that reads stories alone learns to guess where it should copy; here it cannot. Does not know: how requests are worded
-(`skills`).
+Knows: copying, replacing, renaming, looking up, changing case, mending and sorting among words that have no sense together.
+A story is easily guessed, so a model that reads stories alone learns to guess where it should copy; here it cannot. Does
+not know: how requests are worded (`skills`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from functools import cache
 from pathlib import Path
 
 from world.grammar import GrammarSample, Wordings, expand, listed
-from world.skills import COPY, EXTRACT, RENAME, REPLACE, drawn, framed, program
+from world.skills import CASE, COPY, CORRECT, EXTRACT, RENAME, REPLACE, SORT, drawn, framed, in_case, misspelt, program
+from world.stories import story
+from world.words import ALL_WORDS
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "src" / "forerun" / "mini" / "target" / "tokenizer.json"
 _WORD = re.compile("Ġ([A-Z]?[a-z]{2,})")
@@ -54,6 +56,21 @@ def _joined(words: list[str], rng: random.Random) -> str:
     return " ".join(parts)
 
 
+def _text(words: list[str], rng: random.Random) -> str:
+    """The words without sense, or in the place of every third word of a story's paragraph."""
+    if rng.random() < 0.5:
+        return _joined(words, rng)
+    left = list(words)
+
+    def other(found: re.Match[str]) -> str:
+        if not left or rng.random() < 0.67:
+            return found[0]
+        word = left.pop()
+        return word.capitalize() if found[0][0].isupper() and word.islower() else word
+
+    return re.sub("[A-Za-z]{2,}", other, rng.choice(story(rng).paragraphs))
+
+
 def _code(rng: random.Random) -> str:
     """Letters and digits without sense; a letter comes first, so that no code is a number."""
     return rng.choice(string.ascii_letters) + drawn(string.ascii_letters + string.digits, 2, 13, rng)
@@ -66,16 +83,17 @@ def copying_drill(rng: random.Random, split: str) -> GrammarSample:
         words[rng.randrange(len(words))] = rng.choice(words)
     for _ in range(rng.choice((0, 0, 1, 1, 2))):
         words[rng.randrange(len(words))] = _code(rng)
-    text = _joined(words, rng)
+    text = _text(words, rng)
     return GrammarSample("copying_drill", ((framed(COPY, rng, split, text), text),))
 
 
 def replacing_drill(rng: random.Random, split: str) -> GrammarSample:
-    """One of the words, which stands there up to three times, replaced by another."""
-    old, new, *words = rng.sample(known_words(), rng.randint(5, 26))
-    for _ in range(rng.choice((1, 1, 2, 3))):
-        words.insert(rng.randint(0, len(words)), old)
-    before = _joined(words, rng)
+    """One of the words, whatever it is and as often as it stands there, replaced by another."""
+    new, *words = rng.sample(known_words(), rng.randint(4, 25))
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        words.insert(rng.randint(0, len(words)), rng.choice(words))
+    before = _text(words, rng)
+    old = rng.choice([word for word in re.findall("[A-Za-z]+", before) if len(word) > 1])
     after = re.sub(rf"\b{old}\b", new, before)
     return GrammarSample("replacing_drill", ((framed(REPLACE, rng, split, before, a=old, b=new), after),))
 
@@ -113,7 +131,48 @@ def looking_up_drill(rng: random.Random, split: str) -> GrammarSample:
     return GrammarSample("looking_up_drill", ((framed(EXTRACT, rng, split, text, keys=listed(list(found))), answer),))
 
 
+def case_drill(rng: random.Random, split: str) -> GrammarSample:
+    """Words in capital or small letters, most often capital ones: they are other tokens."""
+    text = _text(rng.sample(rng.choice((known_words(), ALL_WORDS)), rng.randint(2, 10)), rng)
+    case = rng.choice(("capital", "capital", "small"))
+    return GrammarSample("case_drill", ((framed(CASE, rng, split, text, c=case), in_case(case, text)),))
+
+
+def mending_drill(rng: random.Random, split: str) -> GrammarSample:
+    """Words of the small world without sense together, one to three of them misspelt."""
+    words = rng.sample([word for word in ALL_WORDS if word.isalpha() and len(word) > 3], rng.randint(2, 12))
+    wrong = [misspelt(word, rng) if place < rng.randint(1, 3) else word for place, word in enumerate(words)]
+    places = rng.sample(range(len(words)), len(words))
+    before, after = (" ".join(of[place] for place in places) for of in (wrong, words))
+    return GrammarSample("mending_drill", ((framed(CORRECT, rng, split, before), after),))
+
+
+@cache
+def _alike() -> tuple[tuple[str, ...], ...]:
+    """Words of the small world that begin with the same letter."""
+    letters = sorted({word[0] for word in ALL_WORDS})
+    groups = [tuple(word for word in ALL_WORDS if word[0] == letter) for letter in letters]
+    return tuple(group for group in groups if len(group) > 1)
+
+
+def sorting_drill(rng: random.Random, split: str) -> GrammarSample:
+    """Two to six words by the alphabet, two or more of which begin alike."""
+    words = set[str]()
+    for _ in range(rng.randint(1, 2)):
+        group = rng.choice(_alike())
+        words |= set(rng.sample(group, min(len(group), rng.choice((2, 2, 3)))))
+    words |= set(rng.sample(ALL_WORDS, rng.choice((0, 1, 2, 3))))
+    listed_words = rng.sample(sorted(words), min(len(words), 6))
+    answer = ", ".join(sorted(listed_words))
+    return GrammarSample("sorting_drill", ((framed(SORT, rng, split, ", ".join(listed_words)), answer),))
+
+
+DRILLS = (
+    (0.22, copying_drill), (0.24, replacing_drill), (0.13, renaming_drill), (0.07, looking_up_drill), (0.17, case_drill),
+    (0.08, mending_drill), (0.09, sorting_drill),
+)  # fmt: skip
+
+
 def drill(rng: random.Random, split: str) -> GrammarSample:
     """One of the drills."""
-    kinds = (copying_drill, copying_drill, replacing_drill, replacing_drill, renaming_drill, looking_up_drill)
-    return rng.choice(kinds)(rng, split)
+    return rng.choices([make for _, make in DRILLS], [share for share, _ in DRILLS])[0](rng, split)

@@ -1,8 +1,9 @@
 """Examines a model on the small world: exact answers at temperature 0, in wordings and on items it never saw.
 
-    python lab/world/examine.py MODEL [--count 200] [--open 20] [--speakers 500] [--seed 2] [--show 2] [--write FILE]
+    python lab/world/examine.py MODEL [--count 200] [--temperature 0] [--open 20] [--speakers 500] [--seed 2] [--show 2]
+    python lab/world/examine.py MODEL --count 24 --write FILE
 
-`--count` questions of each kind, beside the share that is wanted; `--open` stories, dialogues and questions from outside
+`--count` questions of each kind, beside the share that is wanted at temperature 0; `--open` stories, dialogues and questions from outside
 the world at temperature 0.7, seeds 0 and up, printed as they came; `--speakers` conversations of all kinds at that
 temperature, none of which may go on as somebody else. 0 leaves a part out. Exits with 1 if something wanted was missed. `--write` asks nothing
 and writes the questions as prompts by category, for `forerun bench speed --prompts FILE`.
@@ -69,7 +70,8 @@ def main() -> None:
     """Ask, print, and say by the exit status whether all is as wanted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--count", type=int, default=200, help="questions of each kind at temperature 0")
+    parser.add_argument("--count", type=int, default=200, help="questions of each kind")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of their answers; seeds are their numbers")
     parser.add_argument("--open", type=int, default=0, help="print so many stories, dialogues and unknown questions")
     parser.add_argument("--speakers", type=int, default=0, help="conversations searched for other speakers")
     parser.add_argument("--seed", type=int, default=2)
@@ -82,7 +84,7 @@ def main() -> None:
     llm = LLM(options.model, drafter="suffix")
     missed = False
     if options.count:
-        tallies = examined(llm, options.count, options.seed)
+        tallies = examined(llm, options.count, options.seed, options.temperature)
         print(table(tallies, options.show))
         missed = any(tally.missed for tally in tallies)
     if options.open:
@@ -107,11 +109,16 @@ def as_prompts(count: int, seed: int) -> Iterator[str]:
 # -- answers with one right text ---------------------------------------------------------------------------------
 
 
-def examined(llm: LLM, count: int, seed: int, max_tokens: int = MOST_TOKENS) -> list[ExamTally]:
-    """So many questions of each kind at temperature 0, in the order of `make.EXAM`."""
+def examined(
+    llm: LLM, count: int, seed: int, temperature: float = 0.0, max_tokens: int = MOST_TOKENS
+) -> list[ExamTally]:  # fmt: skip
+    """So many questions of each kind, in the order of `make.EXAM`."""
     asked = list(make.exam(random.Random(seed), count))
     conversations = [[{"role": "user", "content": line["question"]}] for line in asked]
-    outputs = llm.chat(conversations, SamplingParams(max_tokens=max_tokens, temperature=0))
+    params = [
+        SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=number) for number in range(len(asked))
+    ]
+    outputs = llm.chat(conversations, params)
     right: dict[str, int] = defaultdict(int)
     others: dict[str, int] = defaultdict(int)
     wrong: dict[str, list[tuple[str, str, str]]] = defaultdict(list)

@@ -30,12 +30,17 @@ STORY_REQUESTS = Wordings(
     train=("[Tell me|Write] a [short|little|] story about {about}.", "[Can|Could] you [tell|write] a story about {about}?",
            "[Tell me|Write] a story about {hero}.", "A story about {about}, please.", "I [want|would like] to [hear|read] a story "
            "about {about}.", "[Tell me|Write] a [short|] story called \"{title}\".", "[Tell me|Write] a story.",
-           "[Please|] write a story for children about {about}.", "Make up a story with {hero} in it."),
+           "[Please|] write a story for children about {about}.", "Make up a story with {hero} in it.",
+           "[A|One more|Another] story[, please|]!", "[I am bored|It is late|I cannot sleep|We have time]. [Tell me|Read me] a story about {about}.",
+           "Do you know a story about {about}?", "Think of a story [with|about] {hero}.", "[Story|A bedtime story|A tale]: {about}",
+           "{About}: [make|write] a story [of it|about that].", "Once upon a time ... [go on|tell me more], with {hero}, please.",
+           "[It is time for a story|Time for a tale|A bedtime story, please][.|!] [This time about|About] {about}.",
+           "[Give me|Think up|Say] a [short|nice|new] [tale|story] about {about}[, please|]."),
     test=("Invent a story about {about}.", "Let me hear a story about {about}.", "Story time! {About}."),
 )  # fmt: skip
 SHARES: tuple[tuple[float, Make], ...] = (
-    (0.16, facts.fact), (0.07, facts.sums), (0.02, facts.several), (0.26, skills.skill), (0.05, skills.editing),
-    (0.07, skills.changing_case), (0.1, skills.sorting), (0.13, drills.drill), (0.04, talk.talk), (0.03, talk.about_self),
+    (0.1, facts.fact), (0.05, facts.sums), (0.01, facts.several), (0.2, skills.skill), (0.12, skills.editing),
+    (0.04, skills.changing_case), (0.09, skills.sorting), (0.23, drills.drill), (0.03, talk.talk), (0.03, talk.about_self),
     (0.01, knowledge.advice), (0.008, knowledge.explanation), (0.003, knowledge.joke), (0.003, knowledge.poem),
 )  # fmt: skip
 BY_HEART = (*facts.FACTS, talk.SELF)  # kinds that may repeat

@@ -454,11 +454,12 @@ def correcting(rng: random.Random, split: str) -> GrammarSample:
     words = line.split(" ")
     places = [i for i, word in enumerate(words) if word.isalpha() and word.islower() and len(word) > 3]
     for place in rng.sample(places, min(len(places), rng.choice((1, 1, 2)))):
-        words[place] = _misspelt(words[place], rng)
+        words[place] = misspelt(words[place], rng)
     return GrammarSample("edits", ((framed(CORRECT, rng, split, " ".join(words)), line),))
 
 
-def _misspelt(word: str, rng: random.Random) -> str:
+def misspelt(word: str, rng: random.Random) -> str:
+    """The word with a letter doubled, dropped or swapped with the next."""
     i = rng.randrange(1, len(word) - 1)
     return rng.choice(
         (word[:i] + word[i] + word[i:], word[:i] + word[i + 1 :], word[:i] + word[i + 1] + word[i] + word[i + 2 :])
@@ -469,9 +470,12 @@ def changing_case(rng: random.Random, split: str) -> GrammarSample:
     """A line in capital or small letters."""
     line = _sentence(rng)
     case = rng.choice(("capital", "small"))
-    return GrammarSample(
-        "edits", ((framed(CASE, rng, split, line, c=case), line.upper() if case == "capital" else line.lower()),)
-    )
+    return GrammarSample("edits", ((framed(CASE, rng, split, line, c=case), in_case(case, line)),))
+
+
+def in_case(case: str, text: str) -> str:
+    """The text in "capital" or "small" letters."""
+    return text.upper() if case == "capital" else text.lower()
 
 
 def program(

@@ -15,6 +15,7 @@ import pytest
 from world import drills, facts, make, skills, talk
 from world.grammar import Wordings
 from world.stories import PLOTS
+from world.words import ALL_WORDS
 
 LAB = Path(__file__).resolve().parents[2] / "lab"
 
@@ -123,6 +124,15 @@ def test_drills_are_answered_from_their_text_alone() -> None:
         [(asked, answer)] = drills.looking_up_drill(rng, "train").turns
         for name, value in json.loads(answer).items() if answer[0] == "{" else ():
             assert name in asked and str(value) in asked
+        [(asked, answer)] = drills.case_drill(rng, "train").turns
+        assert answer.lower() in asked.lower() and answer in (answer.upper(), answer.lower())
+        [(asked, answer)] = drills.mending_drill(rng, "train").turns
+        right = [word in asked.split() for word in answer.split()]
+        assert set(answer.split()) <= set(ALL_WORDS) and sum(right) >= len(right) - 3
+        [(asked, answer)] = drills.sorting_drill(rng, "train").turns
+        words = answer.split(", ")
+        assert words == sorted(set(words)) and all(word in asked for word in words)
+        assert len({word[0] for word in words}) < len(words)
 
 
 def test_neighbours_agree() -> None:
