@@ -9,10 +9,10 @@ under a policy, and what passes and calls take comes from a table (`traces/costs
 changes its costs, not its text, so the same traces serve a larger model.
 
 Four kinds of work: `spec`, Spec-Bench prompts one by one; `short`, answers of 20 to 40 tokens to prompts of 300;
-`batch`, 16 requests at once; `busy`, as `spec`, behind a time of 400 plain steps in which all took 2 to 8 times as
-long. Printed is decoding speed over plain and over the best fixed number of drafts, for a new policy (`new`; of
-`busy` the first texts after all of them were written once) and for one that has seen the same kind of work (`known`),
-then geometric means and the worst.
+`batch`, 16 requests at once; `busy` (only if asked for), `spec` on a machine on which all took 2, 3.5 or 8 times as
+long at first, for the time of 400 passes of a quiet one. Printed is decoding speed over plain and over the best fixed
+number of drafts, for a new policy (`new`; of `busy` when all texts were written once, the slow time among it) and for
+one that has seen the same kind of work (`known`), then geometric means and the worst.
 
 To try another policy, change `policy_for`.
 """
@@ -46,7 +46,7 @@ MEMBERS = {"draft": ("draft",), "eagle": ("eagle",), "suffix": ("suffix",), "por
 MOST = {"draft": 8, "eagle": 8, "suffix": 12, "portfolio": 16}  # drafts, as by default
 FIXED = (1, 2, 3, 4, 6, 8)
 NOISE, HICCUP = 0.03, 0.01  # of times: standard deviation, and share of them that is half as long again
-BUSY, BUSY_STEPS, BUSY_NOISE = (2.0, 3.5, 8.0), 400, 0.3  # how slow, for how many plain steps, how uneven
+BUSY, BUSY_STEPS, BUSY_NOISE = (2.0, 3.5, 8.0), 400, 0.3  # how slow, for the time of how many quiet passes, how uneven
 VOCAB_SIZE = 1 << 16  # more than any token of the traces
 HALVES = {"all": slice(None), "choose": slice(0, None, 2), "report": slice(1, None, 2)}
 SCALE = 20  # log chances are kept as whole numbers, times this
@@ -321,7 +321,7 @@ def main() -> None:
     parser.add_argument("--machine", action="append", choices=["mini", "1b-int4"], help="whose costs "
                         "(traces/costs.json); all unless given")  # fmt: skip
     parser.add_argument("--work", action="append", choices=WORKS, help="prompts one by one, short "
-                        "answers to long prompts, 16 requests at once, after a busy time; all by default")  # fmt: skip
+                        "answers to long prompts, 16 at once (these unless given), or after a busy time")  # fmt: skip
     parser.add_argument("--seeds", type=int, default=2, help="of the noise of times: runs of every policy")
     parser.add_argument("--half", choices=HALVES, default="all", help="choose rules and constants by one half of the "
                         "texts, report by the other")  # fmt: skip
@@ -332,7 +332,7 @@ def main() -> None:
     if given.record:
         record(given.prompts, given.num_prompts)
     else:
-        compare(given.machine or ["mini", "1b-int4"], given.work or WORKS, given.seeds, given.half)
+        compare(given.machine or ["mini", "1b-int4"], given.work or WORKS[:3], given.seeds, given.half)
 
 
 if __name__ == "__main__":

@@ -152,8 +152,22 @@ def test_what_was_kept_follows_the_plain_steps_of_this_process(tmp_path: Path) -
     assert made.costs.step_s(8) == pytest.approx(2.0) and made.costs.calls["m"].call_s(4, 1) == pytest.approx(0.25)
     assert made.plain_step_s(1) == pytest.approx(1.0), "it was measured here"
     made.costs.learn_step(8, True, 3.0)
-    learn_plain(made, 1, 1.0)
-    assert made.costs.step_s(8) == pytest.approx(3.0)
+    for _ in range(8):
+        learn_plain(made, 1, 1.0)
+    assert made.costs.step_s(8) == pytest.approx(3.0), "it was measured here, and nothing became faster since"
+    for _ in range(30):
+        learn_plain(made, 1, 0.5)
+    assert made.costs.step_s(8) == pytest.approx(1.5, rel=0.25), "something did"
+
+
+def test_a_file_that_does_not_say_what_plain_steps_take_long_after_drafts_is_read_all_the_same(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, ABOUT)
+    kept.save(taught())
+    content = json.loads(kept.path.read_text("utf-8"))
+    del content["learned"]["plain"]
+    kept.path.write_text(json.dumps(content), "utf-8")
+    made = policy()
+    assert Kept(tmp_path, ABOUT).load(made) and made.usual_output == 30.0
 
 
 def test_plain_steps_of_more_requests_tell_as_well_and_slower_ones_nothing(tmp_path: Path) -> None:

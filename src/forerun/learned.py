@@ -253,7 +253,7 @@ def _restore(policy: AdaptivePolicy, kept: Mapping[str, Any]) -> None:
     tallies = {name: _table(kept[name], Tally) for name in _TALLIES}
     usual_output = _number(kept["usual_output"])
     steps = {(bool(drafts), int(rows)): mean for (drafts, rows), mean in _steps(kept["steps"], passes).items()}
-    plain = {int(rows): mean for (rows,), mean in _steps(kept["plain"], passes).items()}
+    plain = {int(rows): mean for (rows,), mean in _steps(kept.get("plain", ()), passes).items()}
     now = {id(mean) for call in policy.costs.calls.values() for mean in call.means}
     kept_calls = [mean for call in calls.values() for mean in call.means if id(mean) not in now]
     policy.costs = Costs(passes, steps, policy.costs.calls | calls, plain)

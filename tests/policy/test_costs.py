@@ -89,10 +89,34 @@ def test_what_is_not_measured_falls_with_what_is() -> None:
     for _ in range(40):
         pace.learn_gauge(gauge, 4.0)
     assert stale.value == before, "it does not rise"
-    pace.learn_gauge(other, 9.0)
     for _ in range(40):
-        pace.learn_gauge(gauge, 4.0)
-    assert stale.value == before
+        pace.learn_gauge(gauge, 1.0)
+    pace.learn(stale, 3.0)
+    measured = stale.value
+    for _ in range(40):
+        pace.learn_gauge(gauge, 0.9)
+    assert stale.value == measured, "what was measured again no longer follows what was measured after it before"
+
+
+def test_on_a_quiet_machine_nothing_falls() -> None:
+    """Neither where the first step of a kind is slow, nor where the number of requests changes, nor long after."""
+    costs = Costs(PassCosts({1: 1.0, 4: 1.3, 16: 3.0}))
+    costs.calls["m"] = CallCosts()
+    for seconds in (3.7, 2.0, 2.0, 2.0, 2.0):
+        costs.learn_step(4, True, seconds)
+        costs.learn_call("m", 1, 3, 3, 0, 0.5)
+    costs.learn_plain(1, 1.0)
+    for _ in range(8):
+        costs.learn_plain(16, 2.5)
+        costs.learn_step(16, True, 2.0)
+    assert costs.calls["m"].call_s(3, 1) == 0.5 and costs.step_s(4) == pytest.approx(2.0)
+    for _ in range(8):
+        costs.learn_plain(1, 4.0)  # busy
+    for _ in range(200):
+        costs.learn_call("m", 1, 3, 3, 0, 0.5)  # by a device, whose steps with drafts are not measured
+    for _ in range(40):
+        costs.learn_plain(1, 1.0)
+    assert costs.calls["m"].call_s(3, 1) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -103,11 +127,11 @@ def test_what_was_measured_in_a_busy_time_ends_near_what_a_quiet_one_gives(seed:
     costs.calls["m"] = CallCosts()
 
     def measure(kind: int, factor: float) -> None:
+        if kind == 1:
+            costs.learn_plain(1, factor)
         costs.learn_step(kind, kind > 1, factor * kind)
         if kind > 1:
             costs.learn_call("m", 1, kind, kind, 0, 0.1 * factor * kind)
-        else:
-            costs.learn_plain(1, factor)
 
     for kind in [*rows, 1] * 4 + [rng.choice((1, *rows)) for _ in range(rng.randint(0, 60))]:
         measure(kind, slow)

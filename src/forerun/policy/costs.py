@@ -25,10 +25,12 @@ from typing import Final, NamedTuple
 MAX_JUMP: Final = 4.0
 SETTLING: Final = 4
 RISE, FALL = 0.1, 0.3
-# A fall that is no noise. `benchmarks/simulate.py --machine mini`, over the best fixed number, new and known: after a
-# busy time 0.956 and 0.959, with 1.0 0.956 and 0.955, without `Pace` 0.873 and 0.872; with none (spec) 0.973 and 0.977,
-# 0.967 and 0.975, 0.973 and 0.977.
+# A fall that is no noise, and measurements (three a step with drafts) within which what was believed still holds.
+# `benchmarks/simulate.py --machine mini`, over the best fixed number, new and known. After a busy time (--work busy):
+# 0.926 and 0.925, without `Pace` 0.873 and 0.872. On a quiet machine (--work spec): 0.973 and 0.977 with and without
+# `Pace`. RECENT hardly changes these: docs/log.md has what it prevents.
 CLEAR: Final = 0.8
+RECENT: Final = 96
 LONG_LAG: Final = 32  # missed tokens from which a call measures reading rather than drafting: 32 cost mini-draft 1 ms
 
 
@@ -61,7 +63,7 @@ class _Follower(NamedTuple):
 
 @dataclass(slots=True)
 class _Followers:
-    """Of one gauge, by their ids; the gauge falls for nobody unless it is well below `most`."""
+    """Of one gauge, by their ids; the gauge falls for nobody unless it is well below `most`, the highest `least`."""
 
     by_id: dict[int, _Follower] = field(default_factory=dict)
     most: float = 0.0
@@ -69,14 +71,17 @@ class _Followers:
 
 @dataclass(slots=True)
 class Pace:
-    """Lets what is not measured fall with what is, as if one thing slowed both.
+    """Lets costs that are not measured fall with what is measured, as if one thing had slowed both.
 
-    The gauge of a mean is what was measured next of what is always measured alike: a step with drafts, or a plain one
-    that no drafts have slowed. A mean does not rise with its gauge: what is taken for too cheap is done, and measured.
+    Each cost remembers which step was measured next after it, its gauge, and what that step was believed to take.
+    If that step turns out to be faster, the cost falls in proportion. It does not rise with it: what is taken for too
+    cheap is done, and measured. Steps with drafts are gauges, and plain ones that no drafts have slowed.
     """
 
     _fresh: dict[int, Mean] = field(default_factory=dict)  # measured since a gauge was
-    _followers: dict[int, _Followers] = field(default_factory=dict)  # by gauge
+    _followers: dict[int, _Followers] = field(default_factory=dict)  # by the id of the gauge, which `Costs` holds
+    _num: int = 0  # measurements
+    _last: dict[int, int] = field(default_factory=dict)  # the number of the last one, by gauge
 
     def keep(self, kept: Sequence[Mean]) -> None:
         """These were measured by another process, at the same time."""
@@ -85,25 +90,32 @@ class Pace:
     def learn(self, mean: Mean, seen: float) -> None:
         """One more measurement of what is no gauge."""
         mean.learn(seen)
+        self._num += 1
         self._fresh[id(mean)] = mean
 
     def learn_gauge(self, gauge: Mean, seen: float) -> None:
         """One more measurement of a gauge."""
-        key, fresh = id(gauge), self._fresh
+        key, fresh, believed = id(gauge), self._fresh, gauge.value
+        # The first of a kind is slow, and what was measured long ago may have been: neither says that the machine was.
+        is_recent = self._num - self._last.get(key, self._num) < RECENT
+        holds = gauge.num != 1 and is_recent
+        gauge.learn(seen)
+        self._num += 1
+        self._last[key] = self._num
         if key not in fresh or len(fresh) > 1:
             fresh.pop(key, None)
+            least = believed if holds else min(seen, gauge.value)
             followers = self._followers.setdefault(key, _Followers())
             for other, mean in fresh.items():
-                followers.by_id[other] = _Follower(mean, mean.num, gauge.value)
-            followers.most = max(followers.most, gauge.value)
+                followers.by_id[other] = _Follower(mean, mean.num, least)
+            followers.most = max(followers.most, least)
             self._fresh = {key: gauge}
-        gauge.learn(seen)
         self._fall(gauge)
 
     def _fall(self, gauge: Mean) -> None:
-        """A gauge is always measured after its followers, so there are no circles."""
+        """A gauge was measured after its followers, or they have another `num` by now: so there are no circles."""
         followers = self._followers.get(id(gauge))
-        if followers is None or gauge.value >= CLEAR * followers.most:
+        if followers is None or not 0.0 < gauge.value < CLEAR * followers.most:
             return
         left, followers.by_id, followers.most = followers.by_id, {}, 0.0
         for key, (mean, num, least) in left.items():
@@ -280,7 +292,7 @@ class Costs:
             return
         kind = drafts, self.passes.nearest(num_rows)
         if kind not in self.slowness:
-            self.slowness[kind] = Mean(self._find_most_like(*kind)[0].value)
+            self.slowness[kind] = Mean(seconds / self.passes(num_rows))
             self._most_like.clear()
         slowness, pass_s = self._most_like.get((drafts, num_rows)) or self._find_most_like(drafts, num_rows)
         if drafts:
@@ -293,8 +305,11 @@ class Costs:
         if num_rows > self.passes.max_rows:
             return
         point, slowness = self.passes.nearest(num_rows), seconds / self.passes(num_rows)
-        if point not in self.plain:
-            like = min(self.plain, key=lambda rows: abs(math.log(rows / point)), default=None)
+        if (
+            point not in self.plain
+        ):  # as another process saw plain steps, if it did and no step was measured in this one
+            kept = [rows for rows, mean in self.plain.items() if mean.num == 0]
+            like = min(kept, key=lambda rows: abs(math.log(rows / point)), default=None)
             self.plain[point] = Mean(slowness if like is None else self.plain[like].value)
         self.pace.learn_gauge(self.plain[point], slowness)
 
