@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,7 +111,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(run: Any, monkeypatch: pytest.
     monkeypatch.setattr(ChatSession, "_write", interrupted)
     options = ("--max-tokens", "200", "--temperature", "1", "--drafter", "none")
     result = run("chat", *options, stdin="Tell me a long story about a cat and a dog\n/exit\n")
-    assert "1 tokens in 1 steps" in result.stderr and len(engines) == 1 and not engines[0].has_work
+    assert "1 tokens in 1 step " in result.stderr and len(engines) == 1 and not engines[0].has_work
 
 
 def test_chat_ends_with_its_input(run: Any) -> None:
@@ -138,6 +139,21 @@ def test_demo_shows_three_tasks_and_what_to_type_next(run: Any) -> None:
     assert text.count("\n> ") == text.count("with speculation") == 3
     assert re.search(r"the same \d+ tokens, \d+\.\d\dx as fast: \d+ and \d+ tokens/s; \d\.\d tokens a pass", text)
     assert text.rstrip().splitlines()[-1].split()[:2] == ["forerun", "verify"]
+
+
+def test_demo_names_forerun_by_its_path_where_the_shell_does_not_find_it(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / ".venv" / "bin" / "forerun"
+    script.parent.mkdir(parents=True)
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(script), "demo"])
+    for found, called in ((tmp_path / "nothing", ".venv/bin/forerun"), (script.parent, "forerun")):
+        monkeypatch.setenv("PATH", str(found))
+        text = run("demo", "Hi", "--max-tokens", "4", "--repeats", "1").stdout
+        assert text.rstrip().splitlines()[-1].split()[:2] == [called, "verify"]
 
 
 def test_mini_answers_the_tasks_of_the_demo_rightly() -> None:

@@ -7,9 +7,11 @@ left out.
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from statistics import median
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -41,8 +43,8 @@ TASKS = (  # what is asked without a prompt: facts, fields of a message as JSON,
 )
 NEXT = (
     ("forerun chat", "talk with it"),
-    ("forerun run MODEL", "the same with a model of yours, or one of the hub by name"),
-    ("forerun verify mini", "see that the texts are equal, with every drafter"),
+    ("forerun run MODEL", "the same with a model of yours or of the hub"),
+    ("forerun verify mini", "see that the texts are equal on more prompts"),
 )
 PLAIN = "none"
 MIN_PANEL_LINES = 8
@@ -174,11 +176,10 @@ class Demo:
 
     def _verdict(self, runs: list[Answers]) -> RenderableType:
         """Whether the texts are the same, how much faster, tokens a pass, and what to type next."""
-        outputs = runs[0].drafted
-        num_tokens = sum(len(output.token_ids) for output in outputs)
-        num_passes = sum(output.stats.num_steps for output in outputs)
-        gain = median(speedup(*run.seconds) or 1.0 for run in runs)
-        speeds = [median(num_tokens / run.seconds[index] for run in runs) for index in (0, 1)]
+        middle = sorted(runs, key=lambda run: speedup(*run.seconds) or 1.0)[(len(runs) - 1) // 2]
+        num_tokens = sum(len(output.token_ids) for output in middle.drafted)
+        num_passes = sum(output.stats.num_steps for output in middle.drafted)
+        gain, speeds = speedup(*middle.seconds) or 1.0, [num_tokens / seconds for seconds in middle.seconds]
         same = all(run.same for run in runs)
         first = Text.assemble(
             (f"the same {num_tokens} tokens", "bold green") if same else ("DIFFERENT TOKENS", "bold red"),
@@ -186,11 +187,21 @@ class Demo:
             (f"{gain:.2f}x as fast", "bold"),
             f": {speeds[0]:.0f} and {speeds[1]:.0f} tokens/s; {num_tokens / max(num_passes, 1):.1f} tokens a pass",
         )
-        measured = Text(f"median of {len(runs)} runs", style="dim")
+        measured = Text(f"the middle of {len(runs)} runs", style="dim")
         if self.coloured:
             measured.append("; ").append_text(legend(self.sources, marked=False))
         lines: list[RenderableType] = [Text(""), first, measured]
         lines += [Text(""), Text("Next:", style="dim")]
-        width = max(len(command) for command, _ in NEXT)
-        lines += [Text.assemble("  ", (f"{command:{width}}", "bold"), f"  {what}") for command, what in NEXT]
+        commands = [(command.replace("forerun", _called(), 1), what) for command, what in NEXT]
+        width = max(len(command) for command, _ in commands)
+        lines += [Text.assemble("  ", (f"{command:{width}}", "bold"), f"  {what}") for command, what in commands]
         return Group(*lines)
+
+
+def _called() -> str:
+    """What to type for forerun: its path where no folder of the shell's PATH has it, as after `make demo`."""
+    started = Path(sys.argv[0])
+    if shutil.which("forerun") is not None or started.name != "forerun" or not started.is_file():
+        return "forerun"
+    path = started.absolute()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -180,7 +180,8 @@ def stats_dict(stats: RequestStats) -> dict[str, Any]:
 
 def stats_line(stats: RequestStats) -> str:
     """One line: tokens, speed and, where something was drafted, acceptance length and estimated speed-up."""
-    parts = [f"{stats.num_tokens} tokens in {stats.num_steps} steps", f"{stats.tokens_per_s:.1f} tokens/s"]
+    steps = f"{stats.num_steps} step{'s' * (stats.num_steps != 1)}"
+    parts = [f"{stats.num_tokens} tokens in {steps}", f"{stats.tokens_per_s:.1f} tokens/s"]
     if stats.trees.drafted:
         parts.append(f"acceptance length {stats.acceptance_length:.2f}")
     if stats.estimated_speedup is not None:

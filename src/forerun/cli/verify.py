@@ -54,7 +54,7 @@ def verify(
         ),
     ] = False,
 ) -> None:
-    """Compare every drafter's tokens with plain decoding, and test the rejection rule. Exit status 1: a difference.
+    """Compare drafters' tokens with plain decoding, and test the rejection rule. Exit status 1: a difference.
 
     Plain decoding runs in one process, whatever --tensor-parallel and --pipeline-parallel say, and takes one
     conversation at a time; drafter `none` is plain decoding in batches. Of adapters, the conversations have none, the

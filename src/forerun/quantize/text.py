@@ -60,7 +60,8 @@ def split(sequences: Sequence[Sequence[int]], limit: int) -> CalibrationText:
     """At most `limit` sequences to calibrate with; every eighth is held out. Raises DataError if there are too few."""
     if len(sequences) < 2:
         raise DataError(
-            "the calibration text is shorter than two sequences; give more text, or a smaller sequence length"
+            f"the calibration text is shorter than two sequences: {sum(map(len, sequences))} tokens; give more text "
+            "(--calibration), or a smaller sequence length (--length)"
         )
     every = min(HELD_OUT_SHARE, len(sequences))
     held_out = [list(ids) for ids in sequences[every - 1 :: every]]

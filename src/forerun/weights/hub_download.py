@@ -223,4 +223,4 @@ def _as_ours(name: HubName, error: Exception) -> ModelError:
     if status is not None:
         return NoRepositoryError(f"the hub {hub} (it answered {status} for {repository}: try again later)")
     lines = str(error).strip().splitlines() or [""]
-    return NoRepositoryError(f"the hub {hub} ({type(error).__name__}: {lines[0][:160]})")
+    return NoRepositoryError(f"the hub {hub} could not be asked ({type(error).__name__}: {lines[0][:160]})")
