@@ -40,7 +40,7 @@ def heldout(
         schedule=replace(told.schedule, seq_len=seq_len),
         run=replace(told.run, heldout_windows=windows),
     )
-    prepared = prepare(told, runs / told.name, typer.echo, False)
+    prepared = prepare(told, runs / told.name, typer.echo)
     chosen = make_heldout(told, prepared)
     bits = {name: bits_per_byte(load_model(Path(folder)), chosen) for name, _, folder in named}
     typer.echo(f"| domain | {' | '.join(bits)} |\n|---|{'---|' * len(bits)}")

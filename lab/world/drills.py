@@ -168,8 +168,8 @@ def sorting_drill(rng: random.Random, split: str) -> GrammarSample:
 
 
 DRILLS = (
-    (0.22, copying_drill), (0.24, replacing_drill), (0.13, renaming_drill), (0.07, looking_up_drill), (0.17, case_drill),
-    (0.08, mending_drill), (0.09, sorting_drill),
+    (0.16, copying_drill), (0.24, replacing_drill), (0.13, renaming_drill), (0.06, looking_up_drill), (0.14, case_drill),
+    (0.07, mending_drill), (0.2, sorting_drill),
 )  # fmt: skip
 
 

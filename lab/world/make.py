@@ -39,8 +39,8 @@ STORY_REQUESTS = Wordings(
     test=("Invent a story about {about}.", "Let me hear a story about {about}.", "Story time! {About}."),
 )  # fmt: skip
 SHARES: tuple[tuple[float, Make], ...] = (
-    (0.1, facts.fact), (0.05, facts.sums), (0.01, facts.several), (0.2, skills.skill), (0.12, skills.editing),
-    (0.04, skills.changing_case), (0.09, skills.sorting), (0.23, drills.drill), (0.03, talk.talk), (0.03, talk.about_self),
+    (0.16, facts.fact), (0.06, facts.sums), (0.01, facts.several), (0.19, skills.skill), (0.11, skills.editing),
+    (0.04, skills.changing_case), (0.13, skills.sorting), (0.16, drills.drill), (0.03, talk.talk), (0.03, talk.about_self),
     (0.01, knowledge.advice), (0.008, knowledge.explanation), (0.003, knowledge.joke), (0.003, knowledge.poem),
 )  # fmt: skip
 BY_HEART = (*facts.FACTS, talk.SELF)  # kinds that may repeat
