@@ -32,8 +32,8 @@ def heldout(
 ) -> None:
     """Measure bits per byte of models on held-out text."""
     named = [text.partition("=") for text in models]
-    if not all(name and folder for name, _, folder in named):
-        raise TrainingError(f"models are NAME=FOLDER, got {', '.join(models)}")
+    if not all(name and folder for name, _, folder in named) or len({name for name, *_ in named}) < len(named):
+        raise TrainingError(f"models are NAME=FOLDER, each with a name of its own, got {', '.join(models)}")
     told = load_recipe(recipe)
     told = replace(
         told,

@@ -1,8 +1,8 @@
 """Drills: tasks over words drawn at random, in which nothing but the text itself says what comes next.
 
-Knows: copying, replacing, renaming, looking up, changing case, mending and sorting among words that have no sense together.
-A story is easily guessed, so a model that reads stories alone learns to guess where it should copy; here it cannot. Does
-not know: how requests are worded (`skills`).
+Knows: copying, replacing, renaming, looking up, changing case, mending and sorting among words without sense, alone or in the
+place of some words of a story. A story is easily guessed, so a model that reads stories alone learns to guess where it should
+copy; here it cannot. Does not know: how requests are worded (`skills`).
 """
 
 from __future__ import annotations

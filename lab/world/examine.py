@@ -1,11 +1,11 @@
-"""Examines a model on the small world: exact answers at temperature 0, in wordings and on items it never saw.
+"""Examines a model on the small world: exact answers, in wordings and on items it never saw.
 
     python lab/world/examine.py MODEL [--count 200] [--temperature 0] [--open 20] [--speakers 500] [--seed 2] [--show 2]
     python lab/world/examine.py MODEL --count 24 --write FILE
 
 `--count` questions of each kind, beside the share that is wanted at temperature 0; `--open` stories, dialogues and questions from outside
 the world at temperature 0.7, seeds 0 and up, printed as they came; `--speakers` conversations of all kinds at that
-temperature, none of which may go on as somebody else. 0 leaves a part out. Exits with 1 if something wanted was missed. `--write` asks nothing
+temperature, none of which may go on as somebody else. 0 leaves a part out. Exits with 1 if something wanted was missed, at any temperature. `--write` asks nothing
 and writes the questions as prompts by category, for `forerun bench speed --prompts FILE`.
 
 Knows: how answers are compared. Stories and conversations have no single right answer; of them it says only whether the

@@ -33,6 +33,7 @@ def test_models_are_measured_on_the_same_windows(
         assert first == again != other and float(first) > 0.0
 
 
-def test_models_without_a_name_are_refused(recipe_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="NAME=FOLDER, got src"):
-        heldout(recipe_path, ["src"], runs=tmp_path)
+@pytest.mark.parametrize("models", [["src"], ["=src"], ["one="], ["one=src", "one=other"]])
+def test_models_without_a_name_of_their_own_are_refused(recipe_path: Path, tmp_path: Path, models: list[str]) -> None:
+    with pytest.raises(TrainingError, match="NAME=FOLDER"):
+        heldout(recipe_path, models, runs=tmp_path)

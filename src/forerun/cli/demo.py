@@ -7,6 +7,7 @@ left out.
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -199,9 +200,8 @@ class Demo:
 
 
 def _called() -> str:
-    """What to type for forerun: its path where no folder of the shell's PATH has it, as after `make demo`."""
-    started = Path(sys.argv[0])
-    if shutil.which("forerun") is not None or started.name != "forerun" or not started.is_file():
+    """What to type for forerun: its path where the shell finds none or another one, as after `make demo`."""
+    started, found = Path(sys.argv[0]).absolute(), shutil.which("forerun")
+    if started.name != "forerun" or not started.is_file() or (found is not None and started.samefile(found)):
         return "forerun"
-    path = started.absolute()
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return shlex.quote(str(started.relative_to(Path.cwd()) if started.is_relative_to(Path.cwd()) else started))
