@@ -145,12 +145,14 @@ def test_what_was_kept_follows_the_plain_steps_of_this_process(tmp_path: Path) -
     assert Kept(tmp_path, ABOUT).load(made)
     assert made.costs.step_s(8) == pytest.approx(8.0) and made.costs.calls["m"].call_s(4, 1) == pytest.approx(1.0)
     made.costs.learn_call("m", 1, 8, 8, 0, 1.0)
+    measured = made.costs.calls["m"].call_s(8, 1)
     learn_plain(made, 1, 2.0)  # the first one is slow
     assert made.costs.step_s(8) == pytest.approx(4.0) and made.costs.calls["m"].call_s(4, 1) == pytest.approx(0.5)
     for _ in range(30):
         learn_plain(made, 1, 1.0)
     assert made.costs.step_s(8) == pytest.approx(2.0) and made.costs.calls["m"].call_s(4, 1) == pytest.approx(0.25)
-    assert made.plain_step_s(1) == pytest.approx(1.0), "it was measured here"
+    assert made.plain_step_s(1) == pytest.approx(1.0)
+    assert made.costs.calls["m"].call_s(8, 1) == measured, "it was measured here"
     made.costs.learn_step(8, True, 3.0)
     for _ in range(8):
         learn_plain(made, 1, 1.0)

@@ -27,7 +27,7 @@ SETTLING: Final = 4
 RISE, FALL = 0.1, 0.3
 # A fall that is no noise, and measurements (three a step with drafts) within which what was believed still holds.
 # `benchmarks/simulate.py --machine mini`, over the best fixed number, new and known. After a busy time (--work busy):
-# 0.926 and 0.925, without `Pace` 0.873 and 0.872. On a quiet machine (--work spec): 0.973 and 0.977 with and without
+# 0.927 and 0.927, without `Pace` 0.873 and 0.872. On a quiet machine (--work spec): 0.973 and 0.977 with and without
 # `Pace`. RECENT hardly changes these: docs/log.md has what it prevents.
 CLEAR: Final = 0.8
 RECENT: Final = 96
@@ -78,6 +78,7 @@ class Pace:
     cheap is done, and measured. Steps with drafts are gauges, and plain ones that no drafts have slowed.
     """
 
+    _kept: dict[int, Mean] = field(default_factory=dict)  # measured by another process, until a gauge is in this one
     _fresh: dict[int, Mean] = field(default_factory=dict)  # measured since a gauge was
     _followers: dict[int, _Followers] = field(default_factory=dict)  # by the id of the gauge, which `Costs` holds
     _num: int = 0  # measurements
@@ -85,32 +86,37 @@ class Pace:
 
     def keep(self, kept: Sequence[Mean]) -> None:
         """These were measured by another process, at the same time."""
-        self._fresh = {id(mean): mean for mean in kept}
+        self._kept = {id(mean): mean for mean in kept}
 
     def learn(self, mean: Mean, seen: float) -> None:
         """One more measurement of what is no gauge."""
         mean.learn(seen)
         self._num += 1
+        self._kept.pop(id(mean), None)
         self._fresh[id(mean)] = mean
 
     def learn_gauge(self, gauge: Mean, seen: float) -> None:
         """One more measurement of a gauge."""
-        key, fresh, believed = id(gauge), self._fresh, gauge.value
+        key, believed = id(gauge), gauge.value
         # The first of a kind is slow, and what was measured long ago may have been: neither says that the machine was.
-        is_recent = self._num - self._last.get(key, self._num) < RECENT
-        holds = gauge.num != 1 and is_recent
+        num, holds = gauge.num, gauge.num > 1 and self._num - self._last.get(key, -RECENT) < RECENT
         gauge.learn(seen)
         self._num += 1
         self._last[key] = self._num
-        if key not in fresh or len(fresh) > 1:
-            fresh.pop(key, None)
-            least = believed if holds else min(seen, gauge.value)
-            followers = self._followers.setdefault(key, _Followers())
-            for other, mean in fresh.items():
-                followers.by_id[other] = _Follower(mean, mean.num, least)
-            followers.most = max(followers.most, least)
-            self._fresh = {key: gauge}
+        self._follow(gauge, self._kept, believed)
+        self._kept = {}
+        if num > 0:
+            self._follow(gauge, self._fresh, believed if holds else min(seen, gauge.value))
+            self._fresh = {}
+        self._fresh[key] = gauge
         self._fall(gauge)
+
+    def _follow(self, gauge: Mean, means: dict[int, Mean], least: float) -> None:
+        means.pop(id(gauge), None)
+        if means:
+            followers = self._followers.setdefault(id(gauge), _Followers())
+            followers.by_id |= {key: _Follower(mean, mean.num, least) for key, mean in means.items()}
+            followers.most = max(followers.most, least)
 
     def _fall(self, gauge: Mean) -> None:
         """A gauge was measured after its followers, or they have another `num` by now: so there are no circles."""
