@@ -8,11 +8,12 @@ tokens really followed (`traces/mini.json.xz`, written by `--record`). A portfol
 under a policy, and what passes and calls take comes from a table (`traces/costs.json`, milliseconds). Widening a model
 changes its costs, not its text, so the same traces serve a larger model.
 
-Four kinds of work: `spec`, Spec-Bench prompts one by one; `short`, answers of 20 to 40 tokens to prompts of 300;
-`batch`, 16 requests at once; `busy` (only if asked for), `spec` on a machine on which all took 2, 3.5 or 8 times as
-long at first, for the time of 400 passes of a quiet one. Printed is decoding speed over plain and over the best fixed
-number of drafts, for a new policy (`new`; of `busy` when all texts were written once, the slow time among it) and for
-one that has seen the same kind of work (`known`), then geometric means and the worst.
+Five kinds of work: `spec`, Spec-Bench prompts one by one; `short`, answers of 20 to 40 tokens to prompts of 300;
+`batch`, 16 requests at once; and, only if asked for, `spec` on a machine that is slow at first, for the time of 400
+passes of a quiet one: `busy`, all takes 2, 3.5 or 8 times as long; `shared`, others have it for 3 to 9 of every 6 to 12
+ms, so that most passes are as fast as ever and some take very long. Printed is decoding speed over plain and over the
+best fixed number of drafts, for a new policy (`new`; of `busy` and `shared` when all texts were written once, the slow
+time among it) and for one that has seen the same kind of work (`known`), then geometric means and the worst.
 
 To try another policy, change `policy_for`.
 """
@@ -41,12 +42,14 @@ from forerun.policy.policy import AdaptivePolicy, Outcome, Policy, StepResult, S
 from forerun.speculation.draft import Draft
 
 TRACES, COSTS = (Path(__file__).parent / "traces" / name for name in ("mini.json.xz", "costs.json"))
-WORKS, TEMPERATURES = ("spec", "short", "batch", "busy"), (0.0, 0.7, 1.0)
+WORKS, TEMPERATURES = ("spec", "short", "batch", "busy", "shared"), (0.0, 0.7, 1.0)
 MEMBERS = {"draft": ("draft",), "eagle": ("eagle",), "suffix": ("suffix",), "portfolio": ("suffix", "draft")}
 MOST = {"draft": 8, "eagle": 8, "suffix": 12, "portfolio": 16}  # drafts, as by default
 FIXED = (1, 2, 3, 4, 6, 8)
 NOISE, HICCUP = 0.03, 0.01  # of times: standard deviation, and share of them that is half as long again
 BUSY, BUSY_STEPS, BUSY_NOISE = (2.0, 3.5, 8.0), 400, 0.3  # how slow, for the time of how many quiet passes, how uneven
+SHARED, SLICE_MS = (2.0, 3.0, 4.0), 3.0  # how slow, as other processes run in turns; for how long each runs
+SLOWED = {"busy": BUSY, "shared": SHARED}
 VOCAB_SIZE = 1 << 16  # more than any token of the traces
 HALVES = {"all": slice(None), "choose": slice(0, None, 2), "report": slice(1, None, 2)}
 SCALE = 20  # log chances are kept as whole numbers, times this
@@ -62,9 +65,11 @@ class Machine:
     costs: Mapping[str, Any]
     seed: int
     slowed: float = 1.0  # by something that runs beside it at first
+    slice_s: float = 0.0  # for which it runs before it waits for the others; 0: all is slowed alike
     now_s: float = 0.0
     passes: PassCosts = field(init=False)
     _random: random.Random = field(init=False)
+    _slice_left_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -74,9 +79,21 @@ class Machine:
         """Let so much time pass, more or less -> seconds."""
         factor = max(self._random.gauss(1.0, NOISE), 1.0 - 3 * NOISE) * (1.5 if self._random.random() < HICCUP else 1.0)
         if self.slowed > 1.0 and self.now_s < BUSY_STEPS * self.passes(1):
+            if self.slice_s > 0.0:
+                return self._share(factor * ms / 1e3)
             factor *= self.slowed * math.exp(self._random.gauss(0.0, BUSY_NOISE))
         self.now_s += factor * ms / 1e3
         return factor * ms / 1e3
+
+    def _share(self, seconds: float) -> float:
+        """So long, and how long others run between."""
+        took, self._slice_left_s = seconds, self._slice_left_s - seconds
+        while self._slice_left_s < 0.0:
+            run_s = self.slice_s * math.exp(self._random.gauss(0.0, BUSY_NOISE))
+            took += (self.slowed - 1.0) * run_s
+            self._slice_left_s += run_s
+        self.now_s += took
+        return took
 
     def spend_step(self, num_requests: int, num_rows: int, drafts: bool, plans: bool) -> float:
         """A pass and all around it, calls of drafters apart -> seconds."""
@@ -213,7 +230,7 @@ def measure(machine_costs: Mapping[str, Any], drafter: str, texts: Sequence[Any]
     members = MEMBERS[drafter]
 
     def run(policy: Callable[[Machine], Policy], seed: int = 0, times: int = 1, slowed: float = 1.0) -> list[float]:
-        machine = Machine(machine_costs, seed, slowed)
+        machine = Machine(machine_costs, seed, slowed, SLICE_MS / 1e3 if work == "shared" else 0.0)
         made = policy(machine)
         return [decode(made, members, texts, machine, work == "batch") for _ in range(times)]
 
@@ -222,9 +239,9 @@ def measure(machine_costs: Mapping[str, Any], drafter: str, texts: Sequence[Any]
 
     plain_s = fixed_s(0)
     fixed = {num: plain_s / fixed_s(num) for num in FIXED}
-    busy = work == "busy"
+    busy = work in SLOWED
     took = [run(lambda machine: policy_for(members, MOST[drafter], machine), seed, 2 + busy, slowed)[busy:]
-            for seed, slowed in product(range(seeds), BUSY if busy else (1.0,))]  # fmt: skip
+            for seed, slowed in product(range(seeds), SLOWED.get(work, (1.0,)))]  # fmt: skip
     new, known = (plain_s / (sum(seconds) / len(took)) for seconds in zip(*took, strict=True))
     return fixed, new, known
 
@@ -320,8 +337,9 @@ def main() -> None:
     )
     parser.add_argument("--machine", action="append", choices=["mini", "1b-int4"], help="whose costs "
                         "(traces/costs.json); all unless given")  # fmt: skip
-    parser.add_argument("--work", action="append", choices=WORKS, help="prompts one by one, short "
-                        "answers to long prompts, 16 at once (these unless given), or after a busy time")  # fmt: skip
+    parser.add_argument("--work", action="append", choices=WORKS, help="prompts one by one, short answers to long "
+                        "prompts, 16 at once (these unless given), or after a busy time: slowed alike, or shared in "
+                        "turns")  # fmt: skip
     parser.add_argument("--seeds", type=int, default=2, help="of the noise of times: runs of every policy")
     parser.add_argument("--half", choices=HALVES, default="all", help="choose rules and constants by one half of the "
                         "texts, report by the other")  # fmt: skip

@@ -63,6 +63,26 @@ def test_calls_cost_by_drafts_and_requests() -> None:
     assert costs.call_s(2, 1) == 0.2, "a call that gave nothing says nothing of drafting"
 
 
+def test_what_was_measured_once_is_not_believed_over_what_was_measured_often() -> None:
+    costs, calls, pace = Costs(PassCosts({1: 1.0, 4: 1.0, 8: 2.0})), CallCosts(), Pace()
+    for _ in range(20):
+        costs.learn_step(4, drafts=True, seconds=1.5)
+        calls.learn(1, 4, 4, 0, 0.2, pace)
+    for disturbed in range(1, 8):
+        costs.learn_step(8, drafts=True, seconds=20.0)
+        calls.learn(1, 6, 6, 0, 2.0, pace)
+        believed = disturbed > 4  # 20 are fewer than 2^5
+        assert costs.step_s(8) == pytest.approx(20.0 if believed else 3.0)
+        assert calls.call_s(6, 1) == pytest.approx(2.0 if believed else 0.3)
+    costs.learn_step(8, drafts=True, seconds=3.0)
+    assert costs.step_s(8) == pytest.approx(3.0), "measured again, what disturbed it is gone"
+    for _ in range(120):
+        costs.learn_step(4, drafts=True, seconds=1.5)
+    for _ in range(7):
+        costs.learn_step(1, drafts=True, seconds=5.0)
+    assert costs.step_s(1) == pytest.approx(1.5, rel=1e-3), "it takes more measurements against more"
+
+
 def test_reading_is_told_from_drafting() -> None:
     costs, pace = CallCosts(), Pace()
     costs.expect(4, 4, 0.1)
@@ -139,5 +159,5 @@ def test_what_was_measured_in_a_busy_time_ends_near_what_a_quiet_one_gives(seed:
     for _ in range(60):
         measure(rng.choice(chosen), 1.0)
     for kind in rows:
-        assert 0.6 < costs.step_s(kind) / kind < 1.4, (kind, chosen)
-        assert 0.6 < costs.calls["m"].call_s(kind, 1) / (0.1 * kind) < 1.4, (kind, chosen)
+        assert 0.6 < costs.slowness[True, kind].value / kind < 1.4, (kind, chosen)
+        assert 0.6 < costs.calls["m"].by_size[1, kind].value / (0.1 * kind) < 1.4, (kind, chosen)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 # Single measurements are up to 4 times too high where something else ran on the machine, hardly ever too low, and the
 # first of a kind are slow (mini: 3.7 ms where 2 are usual). So a jump is cut, the least of the first 4 counts, and
@@ -26,9 +26,9 @@ MAX_JUMP: Final = 4.0
 SETTLING: Final = 4
 RISE, FALL = 0.1, 0.3
 # A fall that is no noise, and measurements (three a step with drafts) within which what was believed still holds.
-# `benchmarks/simulate.py --machine mini`, over the best fixed number, new and known. After a busy time (--work busy):
-# 0.927 and 0.927, without `Pace` 0.873 and 0.872. On a quiet machine (--work spec): 0.973 and 0.977 with and without
-# `Pace`. RECENT hardly changes these: docs/log.md has what it prevents.
+# `benchmarks/simulate.py --machine mini --seeds 4`, over the best fixed number, new and known. After a busy time
+# (--work busy): 0.967 and 0.970, without `Pace` 0.922 and 0.932. On a quiet machine (--work spec): 0.977 and 0.972 with
+# and without `Pace`. RECENT hardly changes these: docs/log.md has what it prevents.
 CLEAR: Final = 0.8
 RECENT: Final = 96
 LONG_LAG: Final = 32  # missed tokens from which a call measures reading rather than drafting: 32 cost mini-draft 1 ms
@@ -172,6 +172,38 @@ class PassCosts:
         return y0 + (y1 - y0) * (num_rows - x0) / (x1 - x0)
 
 
+Kind = TypeVar("Kind")
+
+
+class _Estimate(NamedTuple):
+    """A cost by the mean most like it, or, where that is less, by one that was measured much more often.
+
+    A mean of `num` measurements is not believed to be higher than one of 2^num or more. If something else ran on the
+    machine while it was measured, it is soon measured again; if it really is higher, it seldom is.
+    """
+
+    mean: Mean
+    factor: float  # how many times as long
+    other: Mean  # of more measurements, or the same
+    other_factor: float
+
+    @classmethod
+    def find(
+        cls, known: Mapping[Kind, Mean], distance: Callable[[Kind], float], factor: Callable[[Kind], float]
+    ) -> _Estimate:
+        """By the nearest of what is known, and the nearest that was measured so much more often."""
+        first = min(known, key=distance)
+        often = [kind for kind, mean in known.items() if mean.num >> known[first].num]
+        other = min(often, key=distance, default=first)
+        return cls(known[first], factor(first), known[other], factor(other))
+
+    def __call__(self) -> float:
+        """Seconds."""
+        mean, factor, other, other_factor = self
+        value = mean.value * factor
+        return min(value, other.value * other_factor) if other.num >> mean.num else value
+
+
 @dataclass(slots=True)
 class CallCosts:
     """Seconds one drafter takes for a call, and for reading a token it has missed."""
@@ -180,7 +212,7 @@ class CallCosts:
     by_depth: dict[int, Mean] = field(default_factory=dict)  # of calls for one request, by the levels they drew
     reading: Mean | None = None  # a token
     draws_levels: bool = False  # by a network, one level at a time
-    _most_like: dict[tuple[int, int], tuple[Mean, float]] = field(default_factory=dict, compare=False)
+    _most_like: dict[tuple[int, int], _Estimate] = field(default_factory=dict, compare=False)
 
     def call_s(self, num_drafts: int, num_requests: int) -> float:
         """A call for so many drafts each; 0 until one was measured. More drafts cost in proportion.
@@ -189,19 +221,20 @@ class CallCosts:
         """
         if not self.by_size:
             return 0.0
-        mean, factor = self._most_like.get((num_drafts, num_requests)) or self._find_most_like(num_drafts, num_requests)
-        return mean.value * factor
+        return (self._most_like.get((num_drafts, num_requests)) or self._find_most_like(num_drafts, num_requests))()
 
-    def _find_most_like(self, num_drafts: int, num_requests: int) -> tuple[Mean, float]:
+    def _find_most_like(self, num_drafts: int, num_requests: int) -> _Estimate:
         """What is known of the calls most like these, and how many times as long these should take."""
 
         def distance(known: tuple[int, int]) -> float:
             return abs(math.log(known[0] / num_requests)) + abs(math.log(known[1] / num_drafts))
 
-        requests, size = min(self.by_size, key=distance)
-        more = max(1.0, num_drafts / size) * max(1.0, math.sqrt(num_requests / requests))
-        self._most_like[num_drafts, num_requests] = self.by_size[requests, size], more
-        return self.by_size[requests, size], more
+        def more(known: tuple[int, int]) -> float:
+            return max(1.0, num_drafts / known[1]) * max(1.0, math.sqrt(num_requests / known[0]))
+
+        found = _Estimate.find(self.by_size, distance, more)
+        self._most_like[num_drafts, num_requests] = found
+        return found
 
     @property
     def means(self) -> list[Mean]:
@@ -241,6 +274,8 @@ class CallCosts:
                 self.by_size[key] = Mean(seconds)
                 self._most_like.clear()
             pace.learn(self.by_size[key], seconds)
+            if _is_power_of_2(self.by_size[key].num):
+                self._most_like.clear()
             if num_requests == 1:
                 pace.learn(self.by_depth.setdefault(depth, Mean(seconds)), seconds)
         return 0.0
@@ -261,7 +296,7 @@ class Costs:
     slowness: dict[tuple[bool, int], Mean] = field(default_factory=dict)  # by (drafts, rows): step over pass alone
     calls: dict[str, CallCosts] = field(default_factory=dict)  # of every drafter
     plain: dict[int, Mean] = field(default_factory=dict)  # by rows: slowness of plain steps that no drafts have slowed
-    _most_like: dict[tuple[bool, int], tuple[Mean, float]] = field(default_factory=dict, compare=False)
+    _most_like: dict[tuple[bool, int], _Estimate] = field(default_factory=dict, compare=False)
     pace: Pace = field(default_factory=Pace, compare=False)
 
     # -- queries ------------------------------------------------------------------------------------------------
@@ -273,8 +308,7 @@ class Costs:
 
     def step_s(self, num_rows: int, drafts: bool = True) -> float:
         """A step around a pass over so many rows, calls of drafters apart."""
-        slowness, pass_s = self._most_like.get((drafts, num_rows)) or self._find_most_like(drafts, num_rows)
-        return slowness.value * pass_s
+        return (self._most_like.get((drafts, num_rows)) or self._find_most_like(drafts, num_rows))()
 
     def plain_s(self, num_requests: int) -> float:
         """A step of plain decoding: without drafts, and with none just before."""
@@ -282,11 +316,13 @@ class Costs:
         plain = self.plain.get(self.passes.nearest(num_requests))
         return usual_s if plain is None else min(usual_s, plain.value * self.passes(num_requests))
 
-    def _find_most_like(self, drafts: bool, num_rows: int) -> tuple[Mean, float]:
+    def _find_most_like(self, drafts: bool, num_rows: int) -> _Estimate:
         """At the nearest number of rows known; of plain steps where none with drafts is known, and likewise."""
         point = self.passes.nearest(num_rows)
-        kinds = sorted(self.slowness, key=lambda kind: (kind[0] != drafts, abs(math.log(kind[1] / point))))
-        found = self.slowness[kinds[0]] if kinds else Mean(1.0), self.passes(num_rows)
+        alike = {kind: mean for kind, mean in self.slowness.items() if kind[0] == drafts} or self.slowness
+        alike = alike or {(drafts, point): Mean(1.0)}
+        pass_s = self.passes(num_rows)
+        found = _Estimate.find(alike, lambda kind: abs(math.log(kind[1] / point)), lambda _: pass_s)
         self._most_like[drafts, num_rows] = found
         return found
 
@@ -300,11 +336,13 @@ class Costs:
         if kind not in self.slowness:
             self.slowness[kind] = Mean(seconds / self.passes(num_rows))
             self._most_like.clear()
-        slowness, pass_s = self._most_like.get((drafts, num_rows)) or self._find_most_like(drafts, num_rows)
+        slowness, seen = self.slowness[kind], seconds / self.passes(num_rows)
         if drafts:
-            self.pace.learn_gauge(slowness, seconds / pass_s)
+            self.pace.learn_gauge(slowness, seen)
         else:  # they are measured now and then, whatever is believed, and soon after drafts they are slower
-            slowness.learn(seconds / pass_s)
+            slowness.learn(seen)
+        if _is_power_of_2(slowness.num):
+            self._most_like.clear()
 
     def learn_plain(self, num_rows: int, seconds: float) -> None:
         """A plain step took this long, and the steps before it were plain."""
@@ -333,6 +371,10 @@ def rows_to_measure(max_nodes: int, max_rows: int) -> Sequence[int]:
     """Row counts at which a pass is measured when the engine is built."""
     wanted = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
     return [rows for rows in wanted if rows <= max(min(max_rows, max(max_nodes, 8)), 1)]
+
+
+def _is_power_of_2(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 def _power_of_2(number: int) -> int:
