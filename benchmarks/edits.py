@@ -148,7 +148,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [
         f"{len(tokens)} texts of {min(tokens)} to {max(tokens)} tokens, of which predictions have {min(wrong)} to "
         f"{max(wrong)} wrong; T = {result['temperature']:g}, {'equal' if result['equal'] else 'DIFFERENT'} texts\n",
-        "| | tokens a step | speed-up | 95% interval | decoding alone |",
+        "| | tokens a pass | speed-up | 95% interval | decoding alone |",
         "|---|---|---|---|---|",
     ]
     for row in result["rows"]:

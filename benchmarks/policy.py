@@ -285,7 +285,7 @@ def markdown(parts: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def _plain_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = ["| prompts | drafter | of plain | slowest | drafts a step | tokens a step | wanted | holds |"]
+    lines = ["| prompts | drafter | of plain | slowest | drafts a step | tokens a pass | wanted | holds |"]
     lines.append("|---" * 8 + "|")
     for r in rows:
         lines.append(

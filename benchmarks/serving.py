@@ -321,7 +321,7 @@ def write_adapter(model: str, folder: Path, rank: int, seed: int) -> Path:
 
 # -- Markdown ---------------------------------------------------------------------------------------------------
 
-HEADER = "| | tokens/s | requests/s | TTFT p50, ms | TPOT p50, ms | TPOT p99, ms | tokens a step | prompt cached |"
+HEADER = "| | tokens/s | requests/s | TTFT p50, ms | TPOT p50, ms | TPOT p99, ms | tokens a pass | prompt cached |"
 
 
 def markdown(result: Report) -> str:

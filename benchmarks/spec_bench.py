@@ -63,7 +63,7 @@ def markdown(runs: list[dict[str, Any]]) -> str:
 def all_prompts(runs: list[dict[str, Any]]) -> str:
     """A row a temperature and drafter."""
     lines = [
-        "| temperature | drafter | tokens/s | speed-up | 95% interval | decoding alone | tokens a step | identical |"
+        "| temperature | drafter | tokens/s | speed-up | 95% interval | decoding alone | tokens a pass | identical |"
     ]
     lines.append("|---|---|---|---|---|---|---|---|")
     for report in (run["report"] for run in runs):

@@ -7,7 +7,7 @@
 WORK gets what is measured, once: the widened model in bfloat16 and in 4 bits, its widened heads (MODEL-mtp, -eagle,
 -dflash, or the folders that are given; one that does not exist is left out, by name), and a list of the tokens that
 MODEL says most often in answers to prompts of the file that are not measured. `--prepare` stops there. Then every
-storage and temperature: tokens a step, speed-up of whole requests and of decoding alone, over plain decoding of the
+storage and temperature: tokens a pass, speed-up of whole requests and of decoding alone, over plain decoding of the
 same weights in the same run. Drafters take turns prompt by prompt; prompts are asked their first turn. Writes
 benchmarks/results/DATE-widened-*.json, a file a storage and temperature, as soon as it is measured. Nothing else
 should run meanwhile.
@@ -239,7 +239,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     size = result["shape"] + (f" with {result['layers']} layers" if result["layers"] else "")
     title = (f"{result['model']} widened to {size}, {result['weights']}, T = {result['temperature']:g}: "
              f"{result['num_prompts']} prompts, {result['max_tokens']} tokens")  # fmt: skip
-    header = ("drafter", "tokens/s", "tokens a step", "speed-up", "95% interval", "decoding alone", "identical")
+    header = ("drafter", "tokens/s", "tokens a pass", "speed-up", "95% interval", "decoding alone", "identical")
     lines = [f"\n{title}\n", f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for row in result["rows"]:
         decoding = decode_gain(result["details"][row["drafter"]])

@@ -48,7 +48,7 @@ class Answer:
 
 
 class Theirs:
-    """transformers' assisted generation with two tokenizers, `num_drafts` of the assistant's tokens a step."""
+    """transformers' assisted generation with two tokenizers, `num_drafts` of the assistant's tokens a pass."""
 
     def __init__(self, target: Path, assistant: Path, num_drafts: int, window: int) -> None:
         self.target, self._assistant = _model(target), _model(assistant)

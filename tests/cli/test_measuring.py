@@ -157,6 +157,17 @@ def test_verify_of_plain_decoding_compares_batches_with_single_conversations(
     assert "DIFFERENT" in run(*options, "--limit", "1", status=1).stdout
 
 
+def test_verify_shows_figures_of_a_rejection_rule_that_fails(
+    run: Any, prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = {"rule": "block", "num_samples": 300, "chi_square": 99.5, "degrees": 9, "p_value": 0.0}
+    cases = [case | {"passed": False}, case | {"rule": "token", "passed": True}]
+    monkeypatch.setattr("forerun.cli.verify._check_rejection", lambda llm: {"passed": False, "cases": cases})
+    options = ("--drafters", "none", "--prompts", prompts, "--max-tokens", "4", "--limit", "1")
+    shown = " ".join(run("verify", "mini", *options, status=1).stdout.split())
+    assert "2 cases, 1 FAILED" in shown and "block: chi-square 99.5 over 9 degrees" in shown and "token:" not in shown
+
+
 def test_verify_exits_1_on_a_difference(run: Any, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.bench.equality.first_difference", lambda a, b: 2)
     monkeypatch.setattr("forerun.cli.verify._check_rejection", lambda llm: {"passed": True, "cases": []})

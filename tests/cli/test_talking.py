@@ -31,7 +31,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
 def test_chat_answers_resets_and_exits(run: Any) -> None:
     lines = "Hello, how are you?\nWhy?\n/reset\n/nonsense\n/again\n\n/exit\nnever read\n"
     result = run("chat", "--max-tokens", "8", "--temperature", "0", stdin=lines)
-    assert "/help lists the commands" in result.stderr and "there is no /nonsense here" in result.stderr
+    assert result.stderr.count("/help lists the commands") == 2 and "there is no /nonsense here" in result.stderr
+    assert "answers the last message again" not in result.stderr, "a typing error does not print the list"
     assert "the conversation is forgotten" in result.stderr and result.stderr.count("tokens/s") == 2
     assert "no message to answer yet" in result.stderr
 

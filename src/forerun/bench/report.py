@@ -177,7 +177,7 @@ def summary(report: Mapping[str, Any]) -> str:
 def drafter_table(run: Mapping[str, Any], title: str) -> Table:
     """One row per drafter: speed with prefill, decoding alone, acceptance by depth, cost."""
     depths = min(MAX_DEPTHS, max(len(_shown(detail)) for detail in run["details"].values()))
-    header = ("drafter", "tokens/s", "speed-up", "95% interval", "decoding", "acceptance length",
+    header = ("drafter", "tokens/s", "speed-up", "95% interval", "decoding", "tokens a pass",
               *(f"depth {depth}" for depth in range(1, depths + 1)), "wasted", "draft share", "identical")  # fmt: skip
     return Table(title, header, [_drafter_row(row, run["details"][row["drafter"]], depths) for row in run["rows"]])
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from forerun.bench.drafters import Entrant
     from forerun.llm import LLM
 
-COLUMNS = ("drafter", "tokens/s", "speed-up", "95% interval", "decoding", "acceptance length", "identical")
+COLUMNS = ("drafter", "tokens/s", "speed-up", "95% interval", "decoding", "tokens a pass", "identical")
 AUTO, OWN, SPEC_BENCH = "auto", "own", "spec-bench"
 
 

@@ -252,7 +252,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
         of_these = "" if cached is None else f", {cached} of them from the prefix cache"
         lines.append(f"prompts of {report['prompt_tokens']} tokens together{of_these}")
     if report["acceptance_length"] is not None:
-        lines.append(f"acceptance length {report['acceptance_length']:.2f}")
+        lines.append(f"{report['acceptance_length']:.2f} tokens a pass")
     if report["goodput"] is not None:
         good = report["goodput"]
         lines.append(f"goodput {good['requests_per_s']:.2f} requests/s, {good['share']:.1%} of all")

@@ -181,7 +181,8 @@ class ChatSession:
 
 def _help(command: str) -> None:
     if command != "/help":
-        print_note(f"there is no {command} here")
+        print_note(f"there is no {command} here: /help lists the commands")
+        return
     for name, meaning in COMMANDS.items():
         print_note(f"{name:8} {meaning}")
     print_note(KEYS)

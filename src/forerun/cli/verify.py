@@ -143,7 +143,7 @@ def _check_rejection(llm: LLM) -> dict[str, Any]:
 
 def _show(report: dict[str, Any]) -> None:
     console = out()
-    result = table("drafter", "temperature", "prompts", "tokens", "acceptance length", "different")
+    result = table("drafter", "temperature", "prompts", "tokens", "tokens a pass", "different")
     for check in report["checks"]:
         length, different = f"{check['acceptance_length']:.2f}", str(len(check["differences"]))
         figures = (f"{check['temperature']:g}", str(check["num_prompts"]), str(check["num_tokens"]))
@@ -172,12 +172,15 @@ def _describe(check: dict[str, Any], difference: dict[str, Any]) -> str:
 
 
 def _show_rejection(rejection: dict[str, Any]) -> None:
+    cases = rejection["cases"]
+    failed = [case for case in cases if not case["passed"]]
+    verdict = f"[red]{len(failed)} FAILED[/]" if failed else "[green]passed[/]"
     out().print(
-        "The rejection rule, tried on a toy model of three tokens, whose true chances are known (not on yours):"
+        "The rejection rule, on a toy model of three tokens whose true chances are known (not on yours): "
+        f"{len(cases)} cases, {verdict}"
     )
-    for case in rejection["cases"]:
-        verdict = "[green]passed[/]" if case["passed"] else "[red]FAILED[/]"
+    for case in failed:
         out().print(
             f"rejection rule, {case['rule']}: chi-square {case['chi_square']:.1f} over {case['degrees']} degrees, "
-            f"p = {case['p_value']:.3f}, {case['num_samples']} texts: {verdict}"
+            f"p = {case['p_value']:.3f}, {case['num_samples']} texts: [red]FAILED[/]"
         )

@@ -27,8 +27,10 @@ from forerun.weights.tokenizer import Tokenizer
 
 STREAM_PATH: Final = "/playground/stream"
 SCRIPTS: Final = ("chats", "dom", "figures", "markdown", "marked", "playground", "run", "stream", "trees")
+_PAGE: Final = ("index.html", "text/html; charset=utf-8")
 FILES: Final = {  # path -> file of the package, its type
-    "/": ("index.html", "text/html; charset=utf-8"),
+    "/": _PAGE,
+    "/playground": _PAGE,
     "/playground/playground.css": ("playground.css", "text/css; charset=utf-8"),
     **{f"/playground/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in SCRIPTS},
 }

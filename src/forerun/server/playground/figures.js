@@ -110,7 +110,7 @@ function speedRow(run) {
 
 function showOver(run) {
   state.charted = run;
-  const words = `Tokens a step: ${run.steps.map((step) => step.tokens.length).join(", ")}`;
+  const words = `Tokens of each pass: ${run.steps.map((step) => step.tokens.length).join(", ")}`;
   const atEnd = $("chart").scrollLeft + $("chart").clientWidth >= $("chart").scrollWidth - 2;
   $("chart").replaceChildren(tokensChart(run.steps, words, colour));
   if (atEnd) $("chart").scrollLeft = $("chart").scrollWidth;
