@@ -8,7 +8,8 @@ thread they wait for is not running. Alone and contended runs alternate; prints 
 
 `--busy-starts N`: N new engines with the drafter `auto`, that know nothing, answer three requests twice beside two busy
 processes a core, then four times alone. Printed is the speed of each of these four rounds over plain decoding, a line
-an engine: costs that were measured in the busy time must not keep drafts away.
+an engine: costs that were measured in the busy time must not keep drafts away. Questions repeat, so most drafts are
+right.
 """
 
 from __future__ import annotations
@@ -81,27 +82,41 @@ def busy_starts(model: str, count: int) -> None:
     """Print a line an engine, then how many of them gained in their last round."""
     last: list[float] = []
     for number in range(count):
-        with TemporaryDirectory() as cache:  # what other engines learned is not read
-            os.environ["FORERUN_CACHE"] = cache
-            gains = busy_start(LLM(model, drafter="auto", prefix_caching=False))
+        with TemporaryDirectory() as folder, environment("FORERUN_CACHE", folder):  # what others learned is not read
+            gains = busy_start(model)
         print(f"{number}: " + "  ".join(f"{gain:.2f}x" for gain in gains), flush=True)
         last.append(gains[-1])
     num_gains = sum(gain > 1.0 for gain in last)
     print(f"last rounds: median {median(last):.2f}x, least {min(last):.2f}x, {num_gains} of {count} above 1")
-    print(describe_machine(LLM(model, drafter="none").kernels))
 
 
-def busy_start(llm: LLM) -> list[float]:
+def busy_start(model: str) -> list[float]:
     """-> speed over plain decoding of each quiet round, the geometric mean of its requests."""
     with busy_cores(2):
+        llm = LLM(model, drafter="auto", prefix_caching=False)
         for _ in range(BUSY_ROUNDS):
             for question in ASKED:
                 chat_speed(llm, question)
-    plain, gains = llm.with_drafter("none"), []
-    for _ in range(QUIET_ROUNDS):
-        pairs = [(chat_speed(plain, question), chat_speed(llm, question)) for question in ASKED]
-        gains.append(geometric_mean([speed / plain_speed for plain_speed, speed in pairs]))
+    sleep(SETTLE_S)
+    plain, gains = llm.with_drafter("none"), list[float]()
+    for number in range(QUIET_ROUNDS):
+        order = (plain, llm) if number % 2 else (llm, plain)
+        speeds = {(one is llm, question): chat_speed(one, question) for question in ASKED for one in order}
+        gains.append(geometric_mean([speeds[True, question] / speeds[False, question] for question in ASKED]))
     return gains
+
+
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """A variable has this value while inside."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def chat_speed(llm: LLM, question: str) -> float:

@@ -11,9 +11,9 @@ changes its costs, not its text, so the same traces serve a larger model.
 Five kinds of work: `spec`, Spec-Bench prompts one by one; `short`, answers of 20 to 40 tokens to prompts of 300;
 `batch`, 16 requests at once; and, only if asked for, `spec` on a machine that is slow at first, for the time of 400
 passes of a quiet one: `busy`, all takes 2, 3.5 or 8 times as long; `shared`, others have it for 3 to 9 of every 6 to 12
-ms, so that most passes are as fast as ever and some take very long. Printed is decoding speed over plain and over the
-best fixed number of drafts, for a new policy (`new`; of `busy` and `shared` when all texts were written once, the slow
-time among it) and for one that has seen the same kind of work (`known`), then geometric means and the worst.
+ms, so that many passes of `mini` are as fast as ever and some take very long. Printed is decoding speed over plain and
+over the best fixed number of drafts, for a new policy (`new`; of `busy` and `shared` when all texts were written once,
+the slow time among it) and for one that has seen the same kind of work (`known`), then geometric means and the worst.
 
 To try another policy, change `policy_for`.
 """
@@ -239,8 +239,8 @@ def measure(machine_costs: Mapping[str, Any], drafter: str, texts: Sequence[Any]
 
     plain_s = fixed_s(0)
     fixed = {num: plain_s / fixed_s(num) for num in FIXED}
-    busy = work in SLOWED
-    took = [run(lambda machine: policy_for(members, MOST[drafter], machine), seed, 2 + busy, slowed)[busy:]
+    slow_first = work in SLOWED
+    took = [run(lambda machine: policy_for(members, MOST[drafter], machine), seed, 2 + slow_first, slowed)[slow_first:]
             for seed, slowed in product(range(seeds), SLOWED.get(work, (1.0,)))]  # fmt: skip
     new, known = (plain_s / (sum(seconds) / len(took)) for seconds in zip(*took, strict=True))
     return fixed, new, known

@@ -127,6 +127,18 @@ def test_calls_of_sizes_that_do_not_exist_change_nothing(tmp_path: Path, table: 
     assert made.costs.calls["m"].call_s(4, 1) == 0.0
 
 
+@pytest.mark.parametrize("table", ["by_size", "by_depth", "steps"])
+@pytest.mark.parametrize("num", [1.5, 3.0, -1, True, "3", None])
+def test_means_of_a_number_of_measurements_that_is_none_change_nothing(tmp_path: Path, table: str, num: Any) -> None:
+    kept, made = Kept(tmp_path, ABOUT), policy()
+    kept.save(taught())
+    content = json.loads(kept.path.read_text("utf-8"))
+    found = content["learned"][table]
+    (found if table == "steps" else found["m"])[0][-1] = num
+    kept.path.write_text(json.dumps(content), "utf-8")
+    assert not Kept(tmp_path, ABOUT).load(made) and not made.costs.slowness
+
+
 def learn_plain(made: AdaptivePolicy, rows: int, seconds: float) -> None:
     """A plain step long after drafts."""
     made.costs.learn_plain(rows, seconds)

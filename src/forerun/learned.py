@@ -265,20 +265,26 @@ def _restore(policy: AdaptivePolicy, kept: Mapping[str, Any]) -> None:
 
 def _steps(rows: Any, passes: PassCosts) -> dict[tuple[Any, ...], Mean]:
     """Slowness, believed until it is measured, by keys that end in a measured number of rows."""
-    table = _table(rows, Mean).items()
+    table = _table(rows, _mean).items()
     return {key: Mean(mean.value / passes(key[-1])) for key, mean in table if key[-1] in passes.points}
 
 
 def _call(now: CallCosts, kept: Mapping[str, Any], name: str) -> CallCosts:
     """What is known of a drafter's calls, over what was measured of it just now."""
     reading = kept["reading"].get(name)
-    by_size, by_depth = (_table(kept[table][name], Mean).items() for table in ("by_size", "by_depth"))
+    by_size, by_depth = (_table(kept[table][name], _mean).items() for table in ("by_size", "by_depth"))
     return CallCosts(
         now.by_size | {(_count(requests), _count(size)): mean for (requests, size), mean in by_size},
         now.by_depth | {_count(depth): mean for (depth,), mean in by_depth},
-        now.reading if reading is None else Mean(*map(_number, reading)),
+        now.reading if reading is None else _mean(*reading),
         now.draws_levels,
     )
+
+
+def _mean(value: Any, num: Any) -> Mean:
+    if type(num) is not int or num < 0:
+        raise ValueError(f"no number of measurements: {num!r}")
+    return Mean(_number(value), num)
 
 
 def _table(rows: Any, make: Callable[[Any, Any], _Entry]) -> dict[tuple[Any, ...], _Entry]:

@@ -64,23 +64,31 @@ def test_calls_cost_by_drafts_and_requests() -> None:
 
 
 def test_what_was_measured_once_is_not_believed_over_what_was_measured_often() -> None:
-    costs, calls, pace = Costs(PassCosts({1: 1.0, 4: 1.0, 8: 2.0})), CallCosts(), Pace()
-    for _ in range(20):
-        costs.learn_step(4, drafts=True, seconds=1.5)
-        calls.learn(1, 4, 4, 0, 0.2, pace)
-    for disturbed in range(1, 8):
+    costs, calls, pace = Costs(PassCosts({1: 1.0, 2: 1.0, 4: 1.0, 8: 2.0})), CallCosts(), Pace()
+    for number in range(100):
+        costs.learn_step(2, drafts=True, seconds=1.6)
+        if number < 20:
+            costs.learn_step(4, drafts=True, seconds=1.5)
+            calls.learn(1, 4, 4, 0, 0.2, pace)
+    for disturbed in range(1, 9):
         costs.learn_step(8, drafts=True, seconds=20.0)
         calls.learn(1, 6, 6, 0, 2.0, pace)
-        believed = disturbed > 4  # 20 are fewer than 2^5
-        assert costs.step_s(8) == pytest.approx(20.0 if believed else 3.0)
-        assert calls.call_s(6, 1) == pytest.approx(2.0 if believed else 0.3)
+        believed = 3.0 if disturbed < 5 else 3.2 if disturbed < 7 else 20.0  # 20 are fewer than 2^5, 100 than 2^7
+        assert costs.step_s(8) == pytest.approx(believed)
+        assert calls.call_s(6, 1) == pytest.approx(0.3 if disturbed < 5 else 2.0)
+        assert calls.level_s == pytest.approx(0.05 if disturbed < 5 else 0.9)
     costs.learn_step(8, drafts=True, seconds=3.0)
     assert costs.step_s(8) == pytest.approx(3.0), "measured again, what disturbed it is gone"
-    for _ in range(120):
-        costs.learn_step(4, drafts=True, seconds=1.5)
-    for _ in range(7):
-        costs.learn_step(1, drafts=True, seconds=5.0)
-    assert costs.step_s(1) == pytest.approx(1.5, rel=1e-3), "it takes more measurements against more"
+
+
+def test_plain_steps_and_what_another_process_knew_are_not_doubted() -> None:
+    costs = Costs(PassCosts({1: 1.0, 16: 3.0}), {(True, 16): Mean(2.0)})
+    for _ in range(1000):
+        costs.learn_step(1, drafts=False, seconds=1.0)
+        costs.learn_step(1, drafts=True, seconds=1.5)
+    assert costs.step_s(16) == 6.0
+    costs.learn_step(16, drafts=False, seconds=6.0)
+    assert costs.step_s(16, drafts=False) == 6.0
 
 
 def test_reading_is_told_from_drafting() -> None:
@@ -159,5 +167,7 @@ def test_what_was_measured_in_a_busy_time_ends_near_what_a_quiet_one_gives(seed:
     for _ in range(60):
         measure(rng.choice(chosen), 1.0)
     for kind in rows:
+        calls = costs.calls["m"]
         assert 0.6 < costs.slowness[True, kind].value / kind < 1.4, (kind, chosen)
-        assert 0.6 < costs.calls["m"].by_size[1, kind].value / (0.1 * kind) < 1.4, (kind, chosen)
+        assert 0.6 < calls.by_size[1, kind].value / (0.1 * kind) < 1.4, (kind, chosen)
+        assert costs.step_s(kind) / kind < 1.4 and calls.call_s(kind, 1) / (0.1 * kind) < 1.4, "doubt makes none dearer"

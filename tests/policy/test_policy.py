@@ -135,16 +135,6 @@ def test_drafts_are_made_again_after_a_busy_time() -> None:
     assert sum(drafted[-50:]) > 40
 
 
-def test_a_step_that_something_else_disturbed_costs_no_more_than_twice_its_usual_time() -> None:
-    made, one = policy(), request()
-    for _ in range(60):
-        step(made, [one], 3)
-    made.exploration.balance = 8.0
-    while step(made, [one], 3, slow=40.0)[1] == 0:
-        pass
-    assert made.exploration.balance > 8.0, "four tokens in the time that two or three usually take, and not in 40"
-
-
 def test_plain_steps_grow_rare_while_drafts_pay() -> None:
     made, one = policy(), request()
     plain = [number for number in range(500) if step(made, [one], 15)[1] == 0]

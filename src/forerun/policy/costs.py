@@ -176,32 +176,38 @@ Kind = TypeVar("Kind")
 
 
 class _Estimate(NamedTuple):
-    """A cost by the mean most like it, or, where that is less, by one that was measured much more often.
+    """A cost by the nearest mean of its kind, and by the nearest one that was measured much more often.
 
-    A mean of `num` measurements is not believed to be higher than one of 2^num or more. If something else ran on the
-    machine while it was measured, it is soon measured again; if it really is higher, it seldom is.
+    A mean of `num` measurements is not believed to be higher than the nearest mean of 2^num or more. Something else may
+    have run on the machine while it was measured; and what seems too dear is not chosen, so not measured again. A cost
+    that really is higher is chosen a number of times that grows with the logarithm of the steps.
     """
 
     mean: Mean
-    factor: float  # how many times as long
-    other: Mean  # of more measurements, or the same
+    factor: float  # how many times as long as the mean's own kind
+    other: Mean  # the one measured much more often; `mean` itself where there is none
     other_factor: float
 
     @classmethod
     def find(
         cls, known: Mapping[Kind, Mean], distance: Callable[[Kind], float], factor: Callable[[Kind], float]
     ) -> _Estimate:
-        """By the nearest of what is known, and the nearest that was measured so much more often."""
+        """What was not measured in this process (`num` 0) is believed until it is."""
         first = min(known, key=distance)
-        often = [kind for kind, mean in known.items() if mean.num >> known[first].num]
+        num = known[first].num
+        often = [kind for kind, mean in known.items() if num and mean.num >> num]
         other = min(often, key=distance, default=first)
         return cls(known[first], factor(first), known[other], factor(other))
 
     def __call__(self) -> float:
         """Seconds."""
         mean, factor, other, other_factor = self
-        value = mean.value * factor
-        return min(value, other.value * other_factor) if other.num >> mean.num else value
+        return min(mean.value * factor, other.value * other_factor)
+
+
+def _changes_estimates(num: int) -> bool:
+    """Whether a mean that was measured so often now may be estimated by another one, or another one by it."""
+    return num < 32 or num & (num - 1) == 0
 
 
 @dataclass(slots=True)
@@ -251,7 +257,11 @@ class CallCosts:
         if len(self.by_depth) < 2:
             return 0.0
         few, many = min(self.by_depth), max(self.by_depth)
-        return max(self.by_depth[many].value - self.by_depth[few].value, 0.0) / (many - few)
+        few_mean, many_mean = self.by_depth[few], self.by_depth[many]
+        many_s = many_mean.value
+        if many_mean.num and few_mean.num >> many_mean.num:  # see `_Estimate`
+            many_s = min(many_s, few_mean.value * many / few)
+        return max(many_s - few_mean.value, 0.0) / (many - few)
 
     def expect(self, num_drafts: int, depth: int, seconds: float) -> None:
         """What a call for one request took when it was tried alone; forgotten with the first in the running engine."""
@@ -274,7 +284,7 @@ class CallCosts:
                 self.by_size[key] = Mean(seconds)
                 self._most_like.clear()
             pace.learn(self.by_size[key], seconds)
-            if _is_power_of_2(self.by_size[key].num):
+            if _changes_estimates(self.by_size[key].num):
                 self._most_like.clear()
             if num_requests == 1:
                 pace.learn(self.by_depth.setdefault(depth, Mean(seconds)), seconds)
@@ -318,11 +328,12 @@ class Costs:
 
     def _find_most_like(self, drafts: bool, num_rows: int) -> _Estimate:
         """At the nearest number of rows known; of plain steps where none with drafts is known, and likewise."""
-        point = self.passes.nearest(num_rows)
+        point, pass_s = self.passes.nearest(num_rows), self.passes(num_rows)
         alike = {kind: mean for kind, mean in self.slowness.items() if kind[0] == drafts} or self.slowness
         alike = alike or {(drafts, point): Mean(1.0)}
-        pass_s = self.passes(num_rows)
         found = _Estimate.find(alike, lambda kind: abs(math.log(kind[1] / point)), lambda _: pass_s)
+        if not drafts:
+            found = _Estimate(found.mean, pass_s, found.mean, pass_s)
         self._most_like[drafts, num_rows] = found
         return found
 
@@ -337,11 +348,11 @@ class Costs:
             self.slowness[kind] = Mean(seconds / self.passes(num_rows))
             self._most_like.clear()
         slowness, seen = self.slowness[kind], seconds / self.passes(num_rows)
-        if drafts:
-            self.pace.learn_gauge(slowness, seen)
-        else:  # they are measured now and then, whatever is believed, and soon after drafts they are slower
+        if not drafts:  # they are measured now and then, whatever is believed, and soon after drafts they are slower
             slowness.learn(seen)
-        if _is_power_of_2(slowness.num):
+            return
+        self.pace.learn_gauge(slowness, seen)
+        if _changes_estimates(slowness.num):
             self._most_like.clear()
 
     def learn_plain(self, num_rows: int, seconds: float) -> None:
@@ -371,10 +382,6 @@ def rows_to_measure(max_nodes: int, max_rows: int) -> Sequence[int]:
     """Row counts at which a pass is measured when the engine is built."""
     wanted = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
     return [rows for rows in wanted if rows <= max(min(max_rows, max(max_nodes, 8)), 1)]
-
-
-def _is_power_of_2(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def _power_of_2(number: int) -> int:

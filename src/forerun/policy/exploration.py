@@ -29,10 +29,6 @@ SPREAD: Final = 32
 # Steps that draft between two plain ones: at first, and, doubled each time, at most. Without plain steps one that is
 # believed to take 28 ms where 0.7 are usual (the machine was busy) let drafts of mini lose for ever.
 PLAIN_AFTER, PLAIN_EVERY = 4, 128
-# A step with drafts is booked with at most so many times what it was believed to take: the rest is what else ran on the
-# machine. `benchmarks/simulate.py --machine mini --work shared`, new and known: 0.961 and 0.964; with 1.3 0.955 and
-# 0.961, without a limit 0.953 and 0.958.
-DISTURBED: Final = 2.0
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from forerun.core import Request
 from forerun.drafters.base import DraftCall
 from forerun.policy.acceptance import LEAST, MEMORY, PRIOR, Acceptance, Tally
 from forerun.policy.costs import RISE, Costs
-from forerun.policy.exploration import DISTURBED, SPREAD, Exploration
+from forerun.policy.exploration import SPREAD, Exploration
 from forerun.policy.planner import Outlook, expected_gains, found_by_depth, plan_call, worth_verifying
 from forerun.policy.reasons import why_plain
 from forerun.speculation.draft import Draft, DraftPlan, Proposal, pending_of
@@ -168,10 +168,9 @@ class AdaptivePolicy:
         if num_tokens == 0 or self._rests_through(result):
             return
         num, plain_s = len(result.outcomes), self.plain_step_s(len(result.outcomes))
-        most_s = DISTURBED * self._usual_s(result) if result.calls else math.inf
         rest_s, calls_s = self._learn_step(result)
         reading_s = sum(map(self._learn_call, result.calls, calls_s)) if calls_s else 0.0
-        spent_s = min(rest_s + sum(calls_s) - reading_s, most_s)
+        spent_s = rest_s + sum(calls_s) - reading_s
         self.speedup.add(max(spent_s / plain_s, 1.0), num_tokens / num, MEMORY)  # no step is quicker than a plain one
         if result.calls:
             gained_s = num_tokens / num * self.costs.plain_s(num) - spent_s - reading_s
@@ -187,15 +186,6 @@ class AdaptivePolicy:
                 self.usual_output += RISE * (request.num_output - self.usual_output)
         if not only_measured:
             self._settle(result)
-
-    def _usual_s(self, result: StepResult) -> float:
-        """What such a step is believed to take, calls of drafters among it, but for reading."""
-        calls_s = [self._usual_call_s(call) for call in result.calls]
-        return self.costs.step_s(result.num_rows, result.num_rows > len(result.outcomes)) + sum(calls_s)
-
-    def _usual_call_s(self, call: DraftCall) -> float:
-        num_drafts = max(1, *(asked.num_drafts for asked in call.asked))
-        return self.costs.calls[call.member].call_s(num_drafts, len(call.asked))
 
     def _rests_through(self, result: StepResult) -> bool:
         """Of a plain step of a rest, but its last, only the time is learned: Python between passes slows these, too."""
@@ -226,7 +216,9 @@ class AdaptivePolicy:
         usual_s, rest_s = self.costs.step_s(result.num_rows, drafts), result.seconds.step_s - sum(calls_s)
         if result.calls and (last := result.calls[-1]).is_pending:
             if result.num_span:
-                calls_s[-1] = max(self._usual_call_s(last), last.seconds)
+                most = max(asked.num_drafts for asked in last.asked)
+                usual_call_s = self.costs.calls[last.member].call_s(max(most, 1), len(last.asked))
+                calls_s[-1] = max(usual_call_s, last.seconds)
             else:
                 calls_s[-1] += max(rest_s - usual_s, 0.0)
             return usual_s if result.num_span else min(rest_s, usual_s), calls_s
@@ -381,7 +373,8 @@ class AdaptivePlan:
         """What a level must promise: what it and a row cost, in tokens of plain passes."""
         if not self._may_choose:
             return 0.0
-        n, costs, most = self.num_requests, self.policy.costs, self.policy.max_nodes
+        n, costs = self.num_requests, self.policy.costs
+        most = self.policy.max_nodes
         row_s = max(costs.step_s(n + most) - costs.step_s(n + 1), 0.0) / max(most - 1, 1)
         return min(self.speed / n * (costs.calls[member].level_s + row_s), 1.0)
 
@@ -393,8 +386,9 @@ class AdaptivePlan:
         """Over all requests the likeliest nodes are kept, as long as they raise the expected tokens per second."""
         if not self.policy.may_prune or pending_of(drafts) is not None:
             return
-        survivals, step_s = [draft.survival for draft in drafts], self.policy.costs.step_s
-        kept = worth_verifying(survivals, self.num_requests, step_s, self.speed)
+        kept = worth_verifying(
+            [draft.survival for draft in drafts], self.num_requests, self.policy.costs.step_s, self.speed
+        )
         for draft, nodes in zip(drafts, kept, strict=True):
             if len(nodes) < len(draft.tree):
                 draft.keep(nodes)
