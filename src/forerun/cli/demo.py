@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 TASKS = (  # what is asked without a prompt: facts, fields of a message as JSON, an edit; mini gets all of them right
     "What can you tell me about France?",
     "Hello, my name is Clara Miller from Lisbon. I would like to order 12 chairs. Please call me at 555-0143.\n\n"
-    "Write name, town, count, item and phone as JSON.",
+    "Extract name, town, count, item and phone as JSON.",
     "Replace Tom with Ben in this text.\n\n"
     "The baker lives at 14 Market Street in Ashford. On Friday, Clara will meet Tom in Ashford. "
     "The kite of Tom is under the bed.",
