@@ -355,10 +355,10 @@ class RequestStats:
     def estimated_speedup(self) -> float | None:
         """`speedup` of the steps that read no prompt; None where plain steps were not timed, or nothing was drafted.
 
-        At most 1 where no draft was accepted: each step brought one token, so that a gain is an error of the estimate.
+        At most the tokens a step: no step is quicker than a plain one, so more is an error of the plain steps' times.
         """
         gain = speedup(self.plain_s or 0.0, self.step_s) if self.trees.drafted else None
-        return gain if gain is None or self.trees.accepted else min(gain, 1.0)
+        return None if gain is None else min(gain, 1.0 + self.trees.accepted / max(self.num_steps - 1, 1))
 
     @property
     def acceptance_length(self) -> float:

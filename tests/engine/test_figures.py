@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.core import DepthCount, DrafterCount, SamplingParams
+from forerun.core import DepthCount, DrafterCount, RequestStats, SamplingParams
 from tests.support import harness
 
 
@@ -44,3 +44,13 @@ def test_plain_decoding_says_so() -> None:
     for group, reason in ((plain, "there is no drafter"), (silent, "the request asked for no drafts")):
         stats = group.output().outputs[0].stats
         assert (stats.num_plain_steps, stats.why_plain) == (stats.num_steps, reason)
+
+
+@pytest.mark.parametrize("accepted,most", [(0, 1.0), (8, 3.0)])
+def test_no_estimate_is_above_the_tokens_of_a_step(accepted: int, most: float) -> None:
+    """No step is quicker than a plain one: plain ones were timed while something else ran."""
+    stats = RequestStats(num_steps=5, num_tokens=5 + accepted, step_s=1.0, plain_s=9.0)
+    stats.trees.drafted, stats.trees.accepted = 10, accepted
+    assert stats.estimated_speedup == most
+    stats.plain_s = 0.9
+    assert stats.estimated_speedup == pytest.approx(0.9)
