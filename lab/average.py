@@ -9,7 +9,6 @@ Where a later part has learned one thing and lost another, the mean may know bot
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -68,7 +67,7 @@ def _share(part: str) -> tuple[Path, float]:
     except ValueError:
         raise ConfigError(f"models are FOLDER=SHARE, got {part}") from None
     if not (found[0] / WEIGHTS).is_file():
-        raise ConfigError(f"there is no {WEIGHTS} in {json.dumps(folder)}")
+        raise ConfigError(f"there is no {WEIGHTS} in {folder}")
     return found
 
 

@@ -28,21 +28,21 @@ def test_weights_are_the_weighted_mean_and_other_files_the_first_model_s(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "options,message",
+    "name,size,share,out,message",
     [
-        ({"name": "v"}, "has other tensors"),
-        ({"size": 4}, r"is \[4\], that of"),
-        ({"share": "0.5"}, "must come to 1"),
-        ({"share": "half"}, "FOLDER=SHARE"),
-        ({"out": "two"}, "write to another folder"),
+        ("v", 3, "0.25", "out", "has other tensors"),
+        ("w", 4, "0.25", "out", r"is \[4\], that of"),
+        ("w", 3, "0.5", "out", "must come to 1"),
+        ("w", 3, "half", "out", "FOLDER=SHARE"),
+        ("w", 3, "0.25", "two", "write to another folder"),
     ],
 )
-def test_what_cannot_be_averaged_is_refused(tmp_path: Path, options: dict[str, object], message: str) -> None:
-    shape = {key: value for key, value in options.items() if key in ("name", "size")}
-    one, two = model(tmp_path / "one", 1.0), model(tmp_path / "two", 3.0, **shape)  # type: ignore[arg-type]
-    out = tmp_path / str(options.get("out", "out"))
+def test_what_cannot_be_averaged_is_refused(
+    tmp_path: Path, name: str, size: int, share: str, out: str, message: str
+) -> None:
+    one, two = model(tmp_path / "one", 1.0), model(tmp_path / "two", 3.0, name, size)
     with pytest.raises(ConfigError, match=message):
-        average.average(out, [f"{one}=0.75", f"{two}={options.get('share', '0.25')}"])
+        average.average(tmp_path / out, [f"{one}=0.75", f"{two}={share}"])
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:

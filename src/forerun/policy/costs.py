@@ -27,7 +27,7 @@ SETTLING: Final = 4
 RISE, FALL = 0.1, 0.3
 # A fall that is no noise, and measurements (three a step with drafts) within which what was believed still holds.
 # `benchmarks/simulate.py --machine mini --seeds 4`, over the best fixed number, new and known. After a busy time
-# (--work busy): 0.967 and 0.970, without `Pace` 0.922 and 0.932. On a quiet machine (--work spec): 0.977 and 0.972 with
+# (--work busy): 0.964 and 0.967, without `Pace` 0.937 and 0.939. On a quiet machine (--work spec): 0.977 and 0.972 with
 # and without `Pace`. RECENT hardly changes these: docs/log.md has what it prevents.
 CLEAR: Final = 0.8
 RECENT: Final = 96
