@@ -25,7 +25,7 @@ help:
 	@echo "make clean    remove the virtual environment and build outputs"
 
 venv: $(STAMPS)/venv
-install: $(STAMPS)/install
+install: $(STAMPS)/with-dev
 
 $(STAMPS)/venv:
 	$(PYTHON) -m venv $(VENV)
@@ -38,13 +38,14 @@ $(STAMPS)/tools: pyproject.toml $(STAMPS)/venv
 	@$(PIP) install "scikit-build-core>=0.11" "nanobind>=2.7" ninja
 	@touch $@
 
-$(STAMPS)/install: $(STAMPS)/tools $(SOURCES)
-	@echo "building and installing forerun"
-	@$(PIP) install --no-build-isolation ".[dev]"
+# forerun with some of its extras. The demo leaves out the developers' tools, a minute of downloads; they include its extras.
+$(STAMPS)/with-%: $(STAMPS)/tools $(SOURCES)
+	@echo "building and installing forerun[$*]"
+	@$(PIP) install --no-build-isolation ".[$*]"
 	@$(BIN)/python -c "from forerun.kernels.select import select_kernels as s; print('kernels:', s().name, s().reason)"
-	@touch $@
+	@touch $@ $(STAMPS)/with-server,train
 
-demo: install
+demo: $(STAMPS)/with-server,train
 	@$(BIN)/forerun demo
 
 test: install

@@ -133,8 +133,13 @@ def looking_up_drill(rng: random.Random, split: str) -> GrammarSample:
 
 def case_drill(rng: random.Random, split: str) -> GrammarSample:
     """Words in capital or small letters, most often capital ones: they are other tokens."""
-    text = _text(rng.sample(rng.choice((known_words(), ALL_WORDS)), rng.randint(2, 10)), rng)
     case = rng.choice(("capital", "capital", "small"))
+    words = rng.choice((known_words(), ALL_WORDS))
+    if rng.random() < 0.25:
+        word = rng.choice(words)
+        word = word if rng.random() < 0.7 else word.upper()
+        return GrammarSample("case_drill", ((framed(CASE, rng, split, f'"{word}"', c=case), in_case(case, word)),))
+    text = _text(rng.sample(words, rng.randint(1, 10)), rng)
     return GrammarSample("case_drill", ((framed(CASE, rng, split, text, c=case), in_case(case, text)),))
 
 

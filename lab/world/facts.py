@@ -75,6 +75,10 @@ INDIRECT = Wordings(
 )  # fmt: skip
 NOUN = Wordings(
     train=(
+        "{b}",
+        "{b}?",
+        "{B}",
+        "{B}?",
         "Name {n}.",
         "Tell me {n}.",
         "{N}?",
@@ -109,7 +113,7 @@ NOUN = Wordings(
     test=("State {n}.", "I am looking for {n}.", "{N}, quickly."),
 )
 
-LOWER = {"train": 0.2, "test": 0.1}  # of the questions are typed without capitals; names look new then, and are few
+LOWER = {"train": 0.3, "test": 0.1}  # of the questions are typed without capitals; names look new then, and are few
 
 
 class Fact(NamedTuple):
@@ -125,7 +129,7 @@ def ask(fact: Fact, kind: str, rng: random.Random, split: str) -> GrammarSample:
     """The fact in one of the split's wordings, sometimes typed without capitals."""
     form = rng.choice([frames for frames, text in ((DIRECT, fact.direct), (DIRECT, fact.direct), (INDIRECT,
                        fact.indirect), (NOUN, fact.noun)) if text])  # fmt: skip
-    names = {"q": fact.direct, "i": fact.indirect, "n": fact.noun}
+    names = {"q": fact.direct, "i": fact.indirect, "n": fact.noun, "b": fact.noun.removeprefix("the ")}
     frame = rng.choice(form.of(split))
     if frame.startswith("{q}"):
         names["q"] = capital(fact.direct)
@@ -261,9 +265,9 @@ def calendar_fact(rng: random.Random) -> Fact:
     index = rng.randrange(len(names))
     name, after, before = names[index], names[(index + 1) % len(names)], names[index - 1]
     kinds: list[Fact] = [
-        Fact(f"which {unit} comes after {name}", f"which {unit} comes after {name}", f"the {unit} after {name}",
+        Fact(f"{rng.choice(('which', 'what'))} {unit} comes after {name}", f"which {unit} comes after {name}", f"the {unit} after {name}",
              f"{after} comes after {name}."),
-        Fact(f"which {unit} comes before {name}", f"which {unit} comes before {name}", f"the {unit} before {name}",
+        Fact(f"{rng.choice(('which', 'what'))} {unit} comes before {name}", f"which {unit} comes before {name}", f"the {unit} before {name}",
              f"{before} comes before {name}."),
         Fact(f"what is the {ORDINALS[index]} {unit} of the {'week' if unit == 'day' else 'year'}", "",
              f"the {ORDINALS[index]} {unit} of the {'week' if unit == 'day' else 'year'}",
@@ -301,6 +305,9 @@ frog tadpole croak pond 4|lion cub roar savanna 4|wolf cub howl den 4|bear cub g
 bee larva buzz hive 6|snake hatchling hiss hole 0|mouse pup squeak hole 4|fox cub bark den 4|rabbit kit squeak burrow 4
 donkey foal bray stable 4|elephant calf trumpet savanna 4|kangaroo joey chortle grassland 2|goose gosling honk pond 2
 swan cygnet hiss lake 2|deer fawn grunt forest 4|bird chick sing nest 2|spider spiderling rustle web 8
+polar_bear cub growl den 4|penguin chick squawk coast 2|camel calf grunt desert 4|giraffe calf hum savanna 4
+zebra foal bark savanna 4|squirrel kit chatter tree 4|hedgehog hoglet snuffle hedge 4|turtle hatchling hiss sea 4
+parrot chick squawk jungle 2|bat pup squeak cave 2|panda cub bleat forest 4|koala joey grunt tree 4|hamster pup squeak cage 4
 eagle eaglet scream nest 2|crow chick caw nest 2|tiger cub roar jungle 4|monkey infant chatter tree 4
 whale calf sing sea 0|dolphin calf click sea 0|seal pup bark coast 0|ant larva rustle anthill 6"""
 IRREGULAR = """go went gone|see saw seen|eat ate eaten|write wrote written|take took taken|give gave given|come came come
@@ -319,12 +326,14 @@ deer deer|ox oxen|half halves|thief thieves|penny pennies|fly flies|lady ladies|
 
 
 @cache
-def _table(text: str) -> tuple[tuple[str, ...], ...]:
+def rows_of(text: str) -> tuple[tuple[str, ...], ...]:
+    """The words of each row of a table."""
     return tuple(tuple(row.split()) for row in text.replace("\n", "|").split("|") if len(row.split()) > 1)
 
 
 @cache
-def _colours() -> tuple[tuple[str, str], ...]:
+def colours() -> tuple[tuple[str, str], ...]:
+    """Things and their colours."""
     rows = [row.rsplit(" ", 1) for row in COLOUR_OF.replace("\n", "|").split("|")]
     return tuple((name, colour) for name, colour in rows)
 
@@ -337,7 +346,7 @@ def word_fact(rng: random.Random) -> Fact:
 @cache
 def _opposites() -> dict[str, str]:
     known: dict[str, str] = {}
-    for one, other in _table(OPPOSITES):
+    for one, other in rows_of(OPPOSITES):
         known.setdefault(one, other)
         known.setdefault(other, one)
     return known
@@ -353,21 +362,21 @@ def opposite_fact(rng: random.Random) -> Fact:
 
 def colour_fact(rng: random.Random) -> Fact:
     """The colour of something."""
-    name, colour = rng.choice(_colours())
+    name, colour = rng.choice(colours())
     direct = rng.choice((f"what colour is {name}", f"what is the colour of {name}"))
     return Fact(direct, f"what colour {name} is", f"the colour of {name}", f"{capital(name)} is {colour}.")
 
 
 def plural_fact(rng: random.Random) -> Fact:
     """The plural of a noun."""
-    one, many = rng.choice(_table(PLURALS))
+    one, many = rng.choice(rows_of(PLURALS))
     direct = rng.choice((f"what is the plural of {one}", f'what is the plural of "{one}"'))
     return Fact(direct, f"what the plural of {one} is", f"the plural of {one}", f"The plural of {one} is {many}.")
 
 
 def past_fact(rng: random.Random) -> Fact:
     """The past tense of a verb."""
-    row = rng.choice(_table(IRREGULAR))
+    row = rng.choice(rows_of(IRREGULAR))
     direct = rng.choice((f"what is the past tense of {row[0]}", f'what is the past tense of "{row[0]}"'))
     return Fact(direct, f"what the past tense of {row[0]} is", f"the past tense of {row[0]}",
                 f"The past tense of {row[0]} is {row[1]}.")  # fmt: skip
@@ -375,7 +384,8 @@ def past_fact(rng: random.Random) -> Fact:
 
 def animal_fact(rng: random.Random) -> Fact:
     """An animal's young, sound, home or legs."""
-    name, young, sound, home, legs = rng.choice(_table(ANIMAL_TABLE))
+    name, young, sound, home, legs = rng.choice(rows_of(ANIMAL_TABLE))
+    name = name.replace("_", " ")
     the = a(name)
     many = NUMBERS[int(legs)] if int(legs) else "no"
     return rng.choice((
@@ -390,7 +400,7 @@ def animal_fact(rng: random.Random) -> Fact:
 
 
 def _home(home: str) -> str:
-    return f"the {home}" if home in ("sea", "savanna", "jungle", "forest") else a(home)
+    return f"the {home}" if home in ("sea", "savanna", "jungle", "forest", "desert") else a(home)
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------
@@ -410,8 +420,10 @@ def sum_fact(rng: random.Random) -> Fact:
     else:
         x, y = rng.randint(1, 10), rng.randint(1, 10)
         result, sign = x * y, "*"
-    spoken = f"{x} {kind} {y}" if rng.random() < 0.6 else f"{x} {sign} {y}"
-    direct = rng.choice((f"what is {spoken}", f"how much is {spoken}", f"what does {spoken} make"))
+    spoken = rng.choice((f"{x} {kind} {y}", f"{x} {kind} {y}", f"{x} {sign} {y}", f"{x}{sign}{y}"))
+    if kind == "times" and rng.random() < 0.2:
+        spoken = rng.choice((f"{x} x {y}", f"{x}x{y}", f"{x} × {y}"))
+    direct = rng.choice((f"what is {spoken}", f"what's {spoken}", f"how much is {spoken}", f"what does {spoken} make"))
     return Fact(direct, f"what {spoken} is", spoken, f"{x} {kind} {y} is {result}.")
 
 

@@ -21,8 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from world import drills, facts, knowledge, skills, talk
-from world.grammar import GrammarSample, Wordings, expand
+from world import drills, elementary, facts, knowledge, skills, talk
+from world.grammar import GrammarSample, Wordings, a, expand
 from world.stories import Story, story
 
 Make = Callable[[random.Random, str], GrammarSample]
@@ -39,15 +39,17 @@ STORY_REQUESTS = Wordings(
     test=("Invent a story about {about}.", "Let me hear a story about {about}.", "Story time! {About}."),
 )  # fmt: skip
 SHARES: tuple[tuple[float, Make], ...] = (
-    (0.16, facts.fact), (0.06, facts.sums), (0.01, facts.several), (0.19, skills.skill), (0.11, skills.editing),
-    (0.04, skills.changing_case), (0.13, skills.sorting), (0.16, drills.drill), (0.03, talk.talk), (0.03, talk.about_self),
+    (0.15, facts.fact), (0.05, facts.sums), (0.01, facts.several), (0.15, skills.skill), (0.09, skills.editing),
+    (0.04, skills.changing_case), (0.02, skills.extraction), (0.08, skills.sorting), (0.11, drills.drill),
+    (0.1, elementary.elementary), (0.008, elementary.how_to), (0.012, elementary.code), (0.03, talk.talk), (0.03, talk.about_self),
     (0.01, knowledge.advice), (0.008, knowledge.explanation), (0.003, knowledge.joke), (0.003, knowledge.poem),
 )  # fmt: skip
-BY_HEART = (*facts.FACTS, talk.SELF)  # kinds that may repeat
+BY_HEART = (*facts.FACTS, *elementary.BY_HEART, talk.SELF)  # kinds that may repeat
 PLAIN = 0.03  # of the records: stories, facts and sums as running text; what is left are stories that were asked for
 EXAM: dict[str, Make] = {
     "capitals": lambda rng, split: facts.ask(facts.capital_fact(rng.choice(facts.countries()), rng), "capitals", rng, split),
     "facts": facts.fact,
+    "elementary": elementary.elementary,
     "sums": facts.sums,
     "copying": skills.copying,
     "extraction": skills.extraction,
@@ -70,15 +72,17 @@ def _of_five(rng: random.Random, split: str) -> GrammarSample:
 def asked_story(rng: random.Random, split: str) -> GrammarSample:
     """A story that was asked for, sometimes with a question about it."""
     told = story(rng)
-    text = expand(rng.choice(STORY_REQUESTS.of(split)), rng, _said(told))
+    text = expand(rng.choice(STORY_REQUESTS.of(split)), rng, _said(told, rng))
     turns = [(text, told.text)]
     if rng.random() < 0.25:
         turns.append(rng.choice(told.questions))
     return GrammarSample("story", tuple(turns))
 
 
-def _said(told: Story) -> dict[str, str]:
+def _said(told: Story, rng: random.Random) -> dict[str, str]:
     hero = told.hero or "somebody"
+    if hero.startswith("the ") and rng.random() < 0.6:
+        hero = a(hero.removeprefix("the "))
     return {"about": told.about, "title": told.title, "hero": hero}
 
 

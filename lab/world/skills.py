@@ -140,6 +140,13 @@ EXTRACT = Wordings(
         "[Please|] fill in {keys} as JSON: {x}",
         "Read the [text|message|lines] below and write JSON with {keys}.\n\n{x}",
         "[From|In] this [message|text] I need {keys}, as JSON: {x}",
+        "[Write|Note|List] {keys} of the [message|text|lines] below in JSON.\n\n{x}",
+        "JSON please, with {keys}: {x}",
+        "{x}\n\nFill this in: {keys}. Use JSON.",
+        "[Look for|Search for|Find|Get] {keys}. [Reply|Answer] [in|with] JSON.\n\n{x}",
+        "[Can you|Could you|Please] [write|give me|list|find] {keys} as [JSON|a JSON object]?\n\n{x}",
+        "[An object|A JSON object] with {keys}, please: {x}",
+        "{x}\n\n[Which|What] {keys} [are|is] [said|named] [here|there]? [Answer|Write] in JSON.",
     ),
     test=("Give {keys} of this text as a JSON object.\n\n{x}", "From the text below, produce JSON with {keys}.\n{x}"),
     asks=(
@@ -165,6 +172,14 @@ MESSAGES = (
      ("item", "day", "town", "email")),
     ("The [shop|bakery|library] in {town} opens at {time} on {day}. Ask for {name}, phone {phone}.",
      ("town", "time", "day", "name", "phone")),
+    ("{name} paid for {n} {item} on {day}. [The number of the bill is|Bill] {code}. [Write to|The address is] {email}.",
+     ("name", "n", "item", "day", "code", "email")),
+    ("[Dear {name}|Hi {name}], your {item} [is ready|has arrived]. [Come|Please come] to {address} in {town} [before|after] {time}.",
+     ("name", "item", "address", "town", "time")),
+    ("[The new|Our new] {job} is {name}, {age} years old, from {town}. {He} [starts|begins] on {day}. [Phone|Call]: {phone}.",
+     ("job", "name", "age", "town", "day", "phone")),
+    ("[In|Every] {month} we [eat|cook] {food} at {address}. [Ask|Tell] {name}, who is {age}, if you want to come. [Email|Mail]: {email}.",
+     ("month", "food", "address", "name", "age", "email")),
 )  # fmt: skip
 LABELS = {"n": "count"}
 KEYS_SAID = {"n": "count"}
@@ -185,7 +200,8 @@ def extraction(rng: random.Random, split: str) -> GrammarSample:
     }  # fmt: skip
     values["item"] = rng.choice(THINGS) + "s" if "{n} {item}" in pattern else thing(rng)
     text = expand(pattern, rng, {name: str(value) for name, value in values.items()} | who.pronouns())
-    asked = sorted(rng.sample(fields, rng.randint(2, min(4, len(fields)))), key=fields.index)
+    most = len(fields) if split == "train" else 4  # the exam as it always was
+    asked = sorted(rng.sample(fields, rng.randint(2, most)), key=fields.index)
     keys = [LABELS.get(name, name) for name in asked]
     answer = json.dumps({key: values[name] for key, name in zip(keys, asked, strict=True)})
     return GrammarSample("extraction", ((framed(EXTRACT, rng, split, text, keys=listed(keys)), answer),))

@@ -84,7 +84,7 @@ def introduction(rng: random.Random, split: str) -> GrammarSample:
         ("My favourite food is {food}.", "What is my favourite food?", "Your favourite food is {food}."),
         ("I have {pet}.", "[What pet do I have|Which animal do I have]?", "You have {pet}."),
     ]
-    told = rng.sample(facts, rng.randint(2, 4))
+    told = rng.sample(facts, rng.randint(1, 4))
     opening = " ".join(expand(line, rng, names) for line, _, _ in told)
     hello = rng.choice(("Hello! ", "Hi. ", "", "Good morning. "))
     reply = f"Nice to meet you, {who.name}!" if told[0] == facts[0] or facts[0] in told else "Nice to meet you!"
@@ -175,7 +175,9 @@ _OTHERS = ("[Who|Why|When] [invented|discovered|founded|destroyed|won|wrote] {x}
            "Chinese].", "Prove that {x} is true.", "What will [happen|the weather be] [tomorrow|next year|in {year}]?", "Which {bare} "
            "is the best?", "How much does {x} cost?", "Where is {name} {surname} now?", "What is the [latest|newest] {bare}?",
            "When was {name} {surname} born?", "How many people live in {x}?", "Who won the {bare} prize in {year}?", "Compare {x} with {y}.",
-           "What did {name} {surname} say about {x}?")  # fmt: skip
+           "What did {name} {surname} say about {x}?", "Write a [Python|] function that [parses|encrypts|downloads|compiles|explains] {x}.",
+           "Name [three|five] [kinds|parts|makers] of {x}.", "Is {x} [good|dangerous|expensive|true]?", "Which is [bigger|better|older], {x} or "
+           "{y}?", "[Can|Could] you [buy|draw|show me|play] {x}?")  # fmt: skip
 _ODD = """quantum mechanics|Bitcoin|the Roman Senate|a transistor|Beethoven's fifth symphony|the theory of relativity|a blockchain
 the Treaty of Versailles|Shakespeare|a neutron star|the French Revolution|inflation|a GPU|Kubernetes|DNA|the Higgs boson|Napoleon
 the stock market|a mortgage|penicillin|the World Cup|Mount Everest|the Great Wall|a black hole|an electric motor|the Nobel Prize
@@ -223,7 +225,8 @@ def unknown(rng: random.Random, split: str) -> GrammarSample:
         text = expand(rng.choice(UNKNOWN.of(split)), rng, {"t": thing})
     else:
         text = expand(rng.choice(_OTHERS), rng, names)
-    return GrammarSample("unknown", ((capital(text), UNKNOWN_ANSWER),))
+    text = text.lower() if split == "train" and rng.random() < 0.15 else capital(text)
+    return GrammarSample("unknown", ((text, UNKNOWN_ANSWER),))
 
 
 TALKS: tuple[tuple[float, Callable[[random.Random, str], GrammarSample]], ...] = (

@@ -30,7 +30,9 @@ donkey camel kangaroo koala panda snail bee ant butterfly ladybird spider crab f
 """.split()
 PETS = ("dog", "cat", "rabbit", "hamster", "parrot", "turtle", "pony", "kitten", "puppy", "canary")
 FABLE_ANIMALS = ("fox", "bear", "mouse", "hare", "turtle", "owl", "wolf", "lion", "crow", "hedgehog", "frog", "squirrel",
-                 "goat", "duck", "badger", "mole", "deer", "otter")  # fmt: skip
+                 "goat", "duck", "badger", "mole", "deer", "otter", "dog", "cat", "rabbit", "horse", "pig", "cow", "donkey",
+                 "hen", "monkey", "elephant", "tiger", "giraffe", "zebra", "penguin", "kangaroo", "panda", "camel", "sheep",
+                 "swan", "sparrow", "snail", "beaver")  # fmt: skip
 SMALL_ANIMALS = ("bird", "kitten", "puppy", "hedgehog", "duckling", "rabbit", "squirrel", "lamb", "mouse", "owl", "frog",
                  "fox cub", "turtle", "butterfly")  # fmt: skip
 
@@ -73,6 +75,12 @@ HOBBIES = ("painting", "swimming", "reading", "dancing", "singing", "cooking", "
 SKILLS = ("ride a bicycle", "swim", "whistle", "play the piano", "bake bread", "tie a knot", "skate", "juggle",
           "draw a horse", "climb a tree", "play chess", "knit a scarf", "row a boat", "fly a kite", "ride a horse",
           "play the flute", "read a map", "plant a tree", "catch a ball", "dance")  # fmt: skip
+EVERYDAY = """
+apple pear plum cherry berry lemon banana grape peach melon fig carrot potato tomato bean pea onion pumpkin pepper rose tulip daisy lily
+tree leaf house door window roof wall table bed sofa car bus train ship boat plane road street town sun moon star sky snow rain wind
+fire hand foot head eye nose ear mouth arm leg heart king queen knight dragon robot egg butter sugar salt ice knife fork spoon plate
+shirt coat shoe sock dress paper pen ball doll kite drum piano violin song word name number story school river mountain island stone
+""".split()
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
           "December")  # fmt: skip
@@ -131,6 +139,7 @@ ALL_WORDS = tuple(
             HOBBIES,
             GOOD_FEELINGS,
             BAD_FEELINGS,
+            EVERYDAY,
         )  # fmt: skip
         for word in words
         if " " not in word

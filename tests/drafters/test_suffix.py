@@ -69,9 +69,12 @@ def quoting(seed: int) -> tuple[list[int], list[int]]:
 
 
 def answers_of_mini() -> list[tuple[list[int], list[int]]]:
-    """The embedded model's greedy answers to the prompts that are shipped, many of which quote them."""
-    params = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
-    outputs = mini.plain().generate([case.turns[0] for case in read_prompts(None)], params)
+    """The embedded model's sampled answers to the prompts that are shipped, many of which quote them."""
+    prompts = [case.turns[0] for case in read_prompts(None)]
+    params = [
+        SamplingParams(max_tokens=128, temperature=0.7, seed=seed, ignore_eos=True) for seed in range(len(prompts))
+    ]
+    outputs = mini.plain().generate(prompts, params)
     return [(list(output.prompt_token_ids), list(output.outputs[0].token_ids)) for output in outputs]
 
 
@@ -89,7 +92,7 @@ def test_beats_prompt_lookup_on_answers_of_a_model() -> None:
             for name, drafter in drafters.items():
                 steps[name] += answer(drafter, request(str(index), prompt), truth)
         assert steps["suffix"] < 0.95 * steps["usual"]
-        assert steps["suffix"] <= 1.01 * steps["eager"]
+        assert steps["suffix"] <= steps["eager"]
 
 
 def test_a_longer_match_outweighs_a_frequent_shorter_one() -> None:

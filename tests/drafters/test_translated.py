@@ -67,8 +67,14 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 def accepted(outputs: Sequence[RequestOutput]) -> int:
-    """Drafts that were right, where texts are texts."""
-    return sum(output.outputs[0].stats.trees.accepted for output in outputs[: -len(STRANGE)])
+    """Drafts that were right, in texts that the tokenizer cuts into the same tokens: others read otherwise."""
+    return sum(output.outputs[0].stats.trees.accepted for output in outputs if is_cut_as_usual(output))
+
+
+def is_cut_as_usual(output: RequestOutput) -> bool:
+    tokenizer = mini.plain().tokenizer
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+    return tokenizer.encode(tokenizer.decode(tokens, skip_special_tokens=False)) == tokens
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -77,9 +83,7 @@ def test_other_ids_cost_no_acceptance(renumbered: str, temperature: float) -> No
     usual = says(mini.drafting("draft", **CHAINS), temperature=temperature)
     other = says(mini.drafting("draft", draft_model=renumbered, **CHAINS), temperature=temperature)
     assert tokens_of(other) == tokens_of(usual) == tokens_of(says(mini.plain(), temperature=temperature))
-    assert (
-        accepted(other) >= 0.93 * accepted(usual) > 40
-    )  # text that was not cut as its tokenizer would is read otherwise
+    assert accepted(other) >= 0.97 * accepted(usual) > 40
 
 
 @pytest.mark.parametrize(

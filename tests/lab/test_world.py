@@ -9,13 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from world import drills, facts, make, skills, talk
+from world import drills, elementary, facts, make, skills, talk
 from world.grammar import Wordings
 from world.stories import PLOTS
-from world.words import ALL_WORDS
+from world.words import ALL_WORDS, NUMBERS
 
 LAB = Path(__file__).resolve().parents[2] / "lab"
 
@@ -62,7 +63,7 @@ def test_only_what_is_known_by_heart_is_asked_twice_and_a_seed_gives_the_same() 
 def wordings() -> list[tuple[str, Wordings]]:
     return [
         (f"{m.__name__}.{n}", v)
-        for m in (drills, facts, skills, talk, make)
+        for m in (drills, elementary, facts, skills, talk, make)
         for n, v in vars(m).items()
         if isinstance(v, Wordings)
     ]
@@ -137,6 +138,90 @@ def test_drills_are_answered_from_their_text_alone() -> None:
         assert words == sorted(set(words)) and all(word in asked for word in words)
         assert len({word[0] for word in words}) < len(words)
     assert misspelt > 280
+
+
+def counted(start: int, end: int | None = None) -> list[int]:
+    """The numbers between two, or from one to the only one."""
+    first, last = (1, start) if end is None else (start, end)
+    return list(range(first, last + 1)) if first <= last else list(range(first, last - 1, -1))
+
+
+def test_what_a_child_knows_about_numbers_is_right() -> None:
+    forms: set[str] = set()
+    for seed in range(600):
+        fact = elementary.number_fact(random.Random(seed))
+        numbers, asked = (list(map(int, re.findall(r"\d+", text))) for text in (fact.answer, fact.direct))
+        form = re.sub(r"\d+(, \d+)*", "N", fact.answer)
+        forms.add(form)
+        right = {
+            "N comes after N.": lambda n, q: n == [q[0] + 1, q[0]],
+            "N comes before N.": lambda n, q: n == [q[0] - 1, q[0]],
+            "N is more than N.": lambda n, q: sorted(q) == n[::-1] and n[0] > n[1],
+            "N is less than N.": lambda n, q: sorted(q) == n and n[0] < n[1],
+            "Twice N is N.": lambda n, q: n == [q[0], 2 * q[0]],
+            "Half of N is N.": lambda n, q: n == [q[0], q[0] / 2],
+            "N": lambda n, q: n == counted(*q),
+        }.get(form)  # fmt: skip
+        if right is None:
+            parity, denied = "even" if numbers[0] % 2 == 0 else "odd", fact.answer.startswith("No")
+            assert f"{numbers[0]} is an {parity} number." in fact.answer and (parity in fact.direct) != denied, fact
+            assert numbers == asked
+        else:
+            assert right(numbers, asked), fact
+    assert len(forms) > 8
+
+
+def test_animals_are_compared_by_size_and_said_to_be_what_they_are() -> None:
+    names = [row[0] for row in facts.rows_of(elementary.ANIMALS)]
+    kinds = {row[0]: row[1] for row in facts.rows_of(elementary.ANIMALS)}
+    assert (
+        names.index("ant") < names.index("mouse") < names.index("dog") < names.index("elephant") < names.index("whale")
+    )
+    compared = 0
+    for seed in range(300):
+        answer = elementary.animal_kind(random.Random(seed)).answer
+        if found := re.fullmatch(r"(?:Yes, |No, )?[Aa]n? (\w+) is bigger than an? (\w+)\.", answer):
+            compared += 1
+            assert names.index(found[1]) > names.index(found[2]), answer
+        elif found := re.match(r"(?:Yes, |No, )?[Aa]n? (\w+) is an? (\w+)\.", answer):
+            assert kinds[found[1]] == found[2], answer
+    assert compared > 30
+
+
+def test_lists_have_as_many_items_as_were_asked_for() -> None:
+    for seed in range(200):
+        fact = elementary.list_fact(random.Random(seed))
+        items = re.split(r", | and ", fact.answer.rstrip("."))
+        asked = fact.noun.split()[0]
+        assert len(items) == len(set(items)) >= 2
+        assert asked in ("the", "all") or str(len(items)) == asked or NUMBERS[len(items)] == asked
+
+
+EXAMPLES = {  # of programs: arguments and what comes out
+    "adds two numbers": ((2, 3), 5), "subtracts two numbers": ((2, 3), -1), "multiplies two numbers": ((2, 3), 6),
+    "divides two numbers": ((6, 3), 2), "squares a number": ((5,), 25), "doubles a number": ((5,), 10),
+    "says whether a number is even": ((5,), False), "says whether a number is odd": ((5,), True),
+    "returns the larger of two numbers": ((2, 3), 3), "returns the smaller of two numbers": ((2, 3), 2),
+    "adds all numbers of a list": (([1, 2, 4],), 7), "finds the largest number of a list": (([1, 9, 4],), 9),
+    "computes the average of a list": (([1, 2, 6],), 3), "computes the factorial of a number": ((5,), 120),
+    "computes the Fibonacci numbers": ((10,), 55), "reverses a string": (("abc",), "cba"),
+    "counts the words of a text": (("a bc d",), 3), "counts the vowels of a text": (("Anna said",), 4),
+    "says hello": (("Tom",), "Hello, Tom!\n"), "sorts a list": (([3, 1, 2],), [1, 2, 3]),
+    "checks whether a word is a palindrome": (("anna",), True),
+    "prints the numbers from one to ten": (None, "".join(f"{n}\n" for n in range(1, 11))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", elementary.PROGRAMS)
+def test_programs_do_what_was_asked(task: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(elementary.PROGRAMS[task], names)
+    arguments, wanted = EXAMPLES[task]
+    found = None
+    if arguments is not None:
+        [function] = [value for name, value in names.items() if name != "__builtins__"]
+        found = function(*arguments)
+    assert (capsys.readouterr().out if found is None else found) == wanted
 
 
 def test_neighbours_agree() -> None:
