@@ -1,6 +1,6 @@
 """Bits per byte of models on held-out text, by domain: the same windows for all of them.
 
-    python lab/heldout.py recipes/mini-world-cpu-7.toml mini=src/forerun/mini/target new=runs/mini-world-cpu-7/export
+    python lab/heldout.py recipes/mini-world-cpu.toml mini=src/forerun/mini/target new=runs/mini-world-cpu/export
 
 Knows: options and the table. Does not know: what was held out, how it is measured (`forerun.training`). The text is
 that of a recipe, prepared in its run's folder as `forerun train lm` does it.

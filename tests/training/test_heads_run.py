@@ -6,7 +6,6 @@ import errno
 import json
 import random
 import shutil
-import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +43,6 @@ from forerun.training.heads.run import load_target, make_trainer, train_head
 from forerun.training.heads.target import NetTarget
 from forerun.training.heads.train import HeadReport
 from forerun.training.net import Net, NetConfig
-from forerun.training.recipe import load_recipe
 from forerun.training.tokenizer import save_tokenizer, train_tokenizer
 
 SHAPE = NetConfig(
@@ -355,13 +353,6 @@ def test_recipes_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kind = 'eagle3', the command trains mtp"):
         load_head_recipe("mtp", path)
     assert load_head_recipe("mtp", None).head.decay == 0.6
-
-
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "recipes").glob("*.toml")), ids=lambda x: x.stem)
-def test_every_recipe_of_the_project_is_valid(path: Path) -> None:
-    kind = tomllib.loads(path.read_text(encoding="utf-8")).get("kind")
-    recipe = load_head_recipe(kind, path) if kind else load_recipe(path)
-    assert recipe.name == path.stem and str(path.name) in path.read_text(encoding="utf-8")
 
 
 def test_the_command_trains_and_exports(target: Path, tmp_path: Path) -> None:

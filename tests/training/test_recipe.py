@@ -21,12 +21,14 @@ MODELS = [path for path in COMMITTED if path not in HEADS]
 def test_committed_recipes_of_heads_load(path: Path) -> None:
     recipe = load_head_recipe(KINDS[path], path)
     assert (recipe.name, recipe.kind) == (path.stem, KINDS[path])
+    assert path.name in path.read_text("utf-8")  # the command
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_committed_recipes_load(path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.name == path.stem
+    assert path.name in path.read_text("utf-8")  # the command
     assert not Path(recipe.data.dir).is_absolute()
 
 
