@@ -69,6 +69,8 @@ def test_implementation_can_be_insisted_on() -> None:
 def test_an_option_that_does_not_exist_and_a_block_that_closes() -> None:
     with pytest.raises(ConfigError, match="unknown option tensor_parallel_size; .*did you mean tensor_parallel"):
         LLM("mini", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="what vLLM calls speculative_config is drafter and draft_model here"):
+        LLM("mini", speculative_config={"method": "ngram"})
     with pytest.raises(ZeroDivisionError), LLM("mini", max_model_len=64) as llm:
         closed = list[bool]()
         llm.close = lambda: closed.append(True)  # type: ignore[method-assign]
@@ -80,6 +82,7 @@ def test_unseeded_requests_differ_and_report_their_seed() -> None:
     llm = mini.plain()
     a, b = llm.generate(["A", "A"], SamplingParams(max_tokens=12, ignore_eos=True))
     assert a.outputs[0].token_ids != b.outputs[0].token_ids
+    assert 0 < max(a.outputs[0].seed, b.outputs[0].seed) < 2**53, "exact as a JSON number"
     [again] = llm.generate("A", SamplingParams(max_tokens=12, ignore_eos=True, seed=b.outputs[0].seed))
     assert again.outputs[0].token_ids == b.outputs[0].token_ids
 
@@ -88,6 +91,20 @@ def test_a_prompt_fills_the_context_but_for_one_token() -> None:
     llm = mini.plain()
     [output] = llm.generate([[5] * (llm.max_model_len - 1)], params(max_tokens=None, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 1 and output.outputs[0].finish_reason == "length"
+
+
+def test_what_is_no_prompt_conversation_or_parameters_is_said() -> None:
+    llm = mini.plain()
+    for prompt, said in ((5, r"not int \(5\)"), (["A", None], r"not NoneType")):
+        with pytest.raises(PromptError, match=f"a prompt is text or a list of token ids, {said}"):
+            llm.generate(prompt)  # type: ignore[arg-type]
+    with pytest.raises(
+        SamplingError, match=r"sampling parameters are SamplingParams, .*not dict \(\{'temperature': 0\}\)"
+    ):
+        llm.generate("A", {"temperature": 0})  # type: ignore[arg-type]
+    for messages in ("Hello", [{"role": "user"}], [[{"content": "Hello"}]]):
+        with pytest.raises(PromptError, match="a conversation is a list of messages such as"):
+            llm.chat(messages)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,22 @@ from functools import cache
 from pathlib import Path
 
 from world.grammar import GrammarSample, Wordings, expand, listed
-from world.skills import CASE, COPY, CORRECT, EXTRACT, RENAME, REPLACE, SORT, drawn, framed, in_case, misspelt, program
+from world.skills import (
+    CASE,
+    COPY,
+    CORRECT,
+    EXTRACT,
+    RENAME,
+    REPLACE,
+    SORT,
+    drawn,
+    framed,
+    in_a_line,
+    in_case,
+    in_case_words,
+    misspelt,
+    program,
+)
 from world.stories import story
 from world.words import ALL_WORDS
 
@@ -138,9 +153,14 @@ def case_drill(rng: random.Random, split: str) -> GrammarSample:
     if rng.random() < 0.25:
         word = rng.choice(words)
         word = word if rng.random() < 0.7 else word.upper()
-        return GrammarSample("case_drill", ((framed(CASE, rng, split, f'"{word}"', c=case), in_case(case, word)),))
+        return GrammarSample(
+            "case_drill",
+            ((in_case_words(framed(CASE, rng, split, f'"{word}"', c=case), split, rng), in_case(case, word)),),
+        )
     text = _text(rng.sample(words, rng.randint(1, 10)), rng)
-    return GrammarSample("case_drill", ((framed(CASE, rng, split, text, c=case), in_case(case, text)),))
+    return GrammarSample(
+        "case_drill", ((in_case_words(framed(CASE, rng, split, text, c=case), split, rng), in_case(case, text)),)
+    )
 
 
 def mending_drill(rng: random.Random, split: str) -> GrammarSample:
@@ -161,7 +181,12 @@ def _alike() -> tuple[tuple[str, ...], ...]:
 
 
 def sorting_drill(rng: random.Random, split: str) -> GrammarSample:
-    """Two to six words by the alphabet, two or more of which begin alike."""
+    """Two to six words by the alphabet, two or more of which begin alike, or any words at all."""
+    if rng.random() < 0.4:
+        any_words = rng.sample(small_words(), rng.randint(2, 6))
+        return GrammarSample(
+            "sorting_drill", ((framed(SORT, rng, split, in_a_line(any_words, rng)), ", ".join(sorted(any_words))),)
+        )
     words = set[str]()
     for _ in range(rng.randint(1, 2)):
         group = rng.choice(_alike())

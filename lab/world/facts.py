@@ -454,10 +454,11 @@ def several(rng: random.Random, split: str) -> GrammarSample:
     turns = [turn for sample in samples for turn in sample.turns]
     if rng.random() < 0.5:
         rows = rng.sample(countries(), 2)
-        first = capital_fact(rows[0], rng)
-        follow = expand("[And|What about|And what about] {c}?", rng, {"c": named(rows[1].country)})
-        turns = [(capital(first.direct) + "?", first.answer),
-                 (follow, sentence(f"The capital of {named(rows[1].country)} is {rows[1].capital}")), *turns[:2]]  # fmt: skip
+        relation = rng.choice((capital_fact, capital_fact, language_fact, currency_fact, continent_fact))
+        first, second = (relation(row, rng) for row in rows)
+        of = "of|" if relation in (capital_fact, currency_fact) else ""
+        follow = expand(f"[And|What about|And what about|And {of}And] {{c}}?", rng, {"c": named(rows[1].country)})
+        turns = [(capital(first.direct) + "?", first.answer), (follow, second.answer), *turns[:2]]
     return GrammarSample("facts_in_turns", tuple(turns))
 
 

@@ -16,6 +16,7 @@ from world.grammar import GrammarSample, Wordings, expand, listed
 from world.stories import story
 from world.words import (
     ALL_WORDS,
+    COLOURS,
     DAYS,
     FOODS,
     FRUITS,
@@ -26,6 +27,7 @@ from world.words import (
     SURNAMES,
     THINGS,
     TOWNS,
+    Person,
     person,
     thing,
 )  # fmt: skip
@@ -158,6 +160,10 @@ EXTRACT = Wordings(
     ),
 )  # fmt: skip
 MESSAGES = (
+    ("{name} is {age} years old.", ("name", "age")), ("{name} lives in {town}.", ("name", "town")),
+    ("{name}, {age}, {town}", ("name", "age", "town")), ("{name} from {town} likes {food}.", ("name", "town", "food")),
+    ("Call {name} at {phone} [on {day}|].", ("name", "phone")), ("{name}'s favourite food is {food}.", ("name", "food")),
+    ("{n} {item}, please, for {name}.", ("n", "item", "name")), ("I am {name}, a {job} from {town}.", ("name", "job", "town")),
     ("[Hello|Hi|Dear team], [my name is|this is|I am] {name} from {town}. [I would like to|I want to] [order|buy] {n} {item}. "
      "[Please call|You can call|Call] me at {phone}.", ("name", "town", "n", "item", "phone")),
     ("{name} [lives|has a house] at {address} in {town}. {He} is {age} years old and works as a {job}.",
@@ -198,13 +204,20 @@ def extraction(rng: random.Random, split: str) -> GrammarSample:
         "code": f"{rng.choice(string.ascii_uppercase)}{rng.randint(10, 9999)}",
         "email": f"{who.name.lower()}@{rng.choice(TOWNS).lower()}.org",
     }  # fmt: skip
+    if split == "train" and rng.random() < 0.3:  # names that nobody has
+        values["name"] = " ".join(
+            drawn(string.ascii_lowercase, 3, 8, rng).capitalize() for _ in range(rng.choice((1, 2)))
+        )
     values["item"] = rng.choice(THINGS) + "s" if "{n} {item}" in pattern else thing(rng)
     text = expand(pattern, rng, {name: str(value) for name, value in values.items()} | who.pronouns())
-    most = len(fields) if split == "train" else 4  # the exam as it always was
+    most = len(fields) if split == "train" else min(4, len(fields))  # the exam as it always was
     asked = sorted(rng.sample(fields, rng.randint(2, most)), key=fields.index)
     keys = [LABELS.get(name, name) for name in asked]
     answer = json.dumps({key: values[name] for key, name in zip(keys, asked, strict=True)})
-    return GrammarSample("extraction", ((framed(EXTRACT, rng, split, text, keys=listed(keys)), answer),))
+    said = listed(keys)
+    if split == "train" and rng.random() < 0.3:
+        said = rng.choice((f"the {said}", listed([f"the {key}" for key in keys]), ", ".join(keys)))
+    return GrammarSample("extraction", ((framed(EXTRACT, rng, split, text, keys=said), answer),))
 
 
 # -- answering from a passage -----------------------------------------------------------------------------------
@@ -231,8 +244,42 @@ FROM_PASSAGE = Wordings(
 )  # fmt: skip
 
 
+SIMPLE_FACTS = (  # what is said of somebody, the question, the answer
+    ("{name} lives in {v}.", "Where does {name} live?", TOWNS), ("{name} comes from {v}.", "Where does {name} come from?", TOWNS),
+    ("{name} has a {v}.", "What does {name} have?", THINGS), ("{name} likes {v}.", "What does {name} like?", FOODS),
+    ("{name} is a {v}.", "What is {name}?", JOBS), ("{name} bought {v}.", "What did {name} buy?", FRUITS),
+    ("{name} came on {v}.", "When did {name} come?", DAYS), ("{name} was born in {v}.", "When was {name} born?", MONTHS),
+    ("{name} is {v} years old.", "How old is {name}?", tuple(map(str, range(5, 95)))),
+)  # fmt: skip
+
+
+def from_few_facts(rng: random.Random, split: str) -> GrammarSample:
+    """A question about one of two to five short sentences, most often the same thing of several people."""
+    people: list[Person] = []
+    while len(people) < 3:
+        people.append(person(rng, *people))
+    kinds = rng.sample(SIMPLE_FACTS, rng.choice((1, 1, 2)))
+    told: list[tuple[str, str]] = []
+    for said, question, values in kinds:
+        for one, value in zip(people, rng.sample(values, len(people)), strict=True):
+            value = f"{rng.choice(COLOURS)} {value}" if values is THINGS and rng.random() < 0.5 else value
+            line = (
+                said.format(name=one.name, v=value)
+                .replace(" a o", " an o")
+                .replace(" a u", " an u")
+                .replace(" a e", " an e")
+            )
+            told.append((line, question.format(name=one.name)))
+    told = rng.sample(told, rng.randint(2, min(5, len(told))))
+    answer, asked = rng.choice(told)
+    text = " ".join(line for line, _ in told)
+    return GrammarSample("from_passage", ((framed(FROM_PASSAGE, rng, split, text, q=asked), answer),))
+
+
 def from_passage(rng: random.Random, split: str) -> GrammarSample:
-    """One to three questions about a story."""
+    """One to three questions about a story, or one about a few facts."""
+    if split == "train" and rng.random() < 0.4:
+        return from_few_facts(rng, split)
     told = story(rng)
     asked = rng.sample(told.questions, min(len(told.questions), rng.choice((1, 1, 2, 3))))
     question, answer = asked[0]
@@ -486,7 +533,19 @@ def changing_case(rng: random.Random, split: str) -> GrammarSample:
     """A line in capital or small letters."""
     line = _sentence(rng)
     case = rng.choice(("capital", "small"))
-    return GrammarSample("edits", ((framed(CASE, rng, split, line, c=case), in_case(case, line)),))
+    return GrammarSample(
+        "edits", ((in_case_words(framed(CASE, rng, split, line, c=case), split, rng), in_case(case, line)),)
+    )
+
+
+def in_case_words(asked: str, split: str, rng: random.Random) -> str:
+    """The request, sometimes with another name for capital or small letters."""
+    if split == "train" and rng.random() < 0.4:
+        asked = asked.replace(
+            "capital letters", rng.choice(("upper case", "uppercase", "upper case letters", "capitals"))
+        )
+        asked = asked.replace("small letters", rng.choice(("lower case", "lowercase", "lower case letters")))
+    return asked
 
 
 def in_case(case: str, text: str) -> str:
@@ -595,7 +654,16 @@ def sorting(rng: random.Random, split: str) -> GrammarSample:
         return GrammarSample("sorting_numbers", ((framed(SORT_NUMBERS, rng, split, ", ".join(map(str, numbers))),
                                            ", ".join(map(str, sorted(numbers)))),))  # fmt: skip
     words = rng.sample(ALL_WORDS, count)
-    return GrammarSample("sorting", ((framed(SORT, rng, split, ", ".join(words)), ", ".join(sorted(words))),))
+    text = in_a_line(words, rng) if split == "train" else ", ".join(words)
+    return GrammarSample("sorting", ((framed(SORT, rng, split, text), ", ".join(sorted(words))),))
+
+
+def in_a_line(words: list[str], rng: random.Random) -> str:
+    """A list as people type it."""
+    form = rng.random()
+    if form < 0.6:
+        return ", ".join(words) + rng.choice(("", "", "", "."))
+    return listed(words) if form < 0.75 else rng.choice((" ", " ", "\n", "; ")).join(words)
 
 
 def counting(rng: random.Random, split: str) -> GrammarSample:

@@ -212,13 +212,29 @@ def _odd_things() -> list[str]:
     return _ODD.replace("\n", "|").split("|")
 
 
+_PLACES = ["Atlantis", "Narnia", "Mordor", "Gondor", "Wakanda", "Oz", "Neverland", "Camelot", "Asgard", "Eldorado", "Lilliput", "Utopia",
+           "Middle-earth", "Gotham", "Wonderland", "the moon", "the sea", "Mars", "my village"]  # fmt: skip
+_OF_PLACES = ("[What is|What's|Tell me|Do you know|] the [capital|currency|main language] of {p}[?|.]", "[Capital|Currency] of {p}?",
+              "Which countries border {p}?", "Which continent is {p} on?", "What language do people speak in {p}?")  # fmt: skip
+
+
+def _place(rng: random.Random) -> str:
+    """A place that does not exist, or none with a capital."""
+    if rng.random() < 0.4:
+        return rng.choice(_PLACES)
+    syllables = "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(1, 3)))
+    return (syllables + rng.choice(("nia", "land", "stan", "ria", "via", "burg"))).capitalize()
+
+
 def unknown(rng: random.Random, split: str) -> GrammarSample:
     """A question the model cannot answer; one in five subjects is kept for the examination."""
     subjects = [x for i, x in enumerate(_odd_things()) if (i % 5 == 0) == (split == "test")]
     x, y = rng.sample(subjects, 2)
     names = {"x": x, "y": y, "bare": x.removeprefix("the ").removeprefix("a ").removeprefix("an "), "name": person(rng).name, "surname": rng.choice(_SURNAMES), "year": str(rng.randint(1200, 2024)),
              "big": str(rng.randint(101, 9999)), "big2": str(rng.randint(101, 999))}  # fmt: skip
-    if rng.random() < 0.15:
+    if split == "train" and rng.random() < 0.2:
+        text = expand(rng.choice(_OF_PLACES), rng, {"p": _place(rng)})
+    elif rng.random() < 0.15:
         text = expand("[Explain|Describe|Tell me about|What is] {x}[.|]", rng, names)
     elif rng.random() < 0.5:
         thing = expand(rng.choice(_THINGS), rng, names)

@@ -22,6 +22,7 @@ from forerun.weights.detokenizer import IncrementalDetokenizer
 from forerun.weights.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+DRAWN_SEED_BITS = 53  # of seeds that nobody gave: answers report them, and JSON's numbers are exact up to there
 CHARACTERS = 16  # that a token rarely has more of: texts far beyond what fits are not tokenized whole
 
 
@@ -119,7 +120,7 @@ class Frontend(ABC):
         self._check_prompt(token_ids, params)
         self._check_params(params)
         group_id = str(next(self._counter))
-        seed = params.seed if params.seed is not None else self._seeds.getrandbits(64)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(DRAWN_SEED_BITS)
         words = self._bad_word_ids(params.bad_words)
         expected = () if prediction is None else self.predicted(prediction)
         given = tuple(token_ids), params, seed, words, self._adapter(lora), expected

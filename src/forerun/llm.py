@@ -5,7 +5,7 @@ Knows: text, chat, loading. Does not know: how requests are prepared, how a step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, Self
@@ -20,7 +20,7 @@ from forerun.drafters.named import engine_config
 from forerun.drafters.registry import check_heads, draft_models, named_heads
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
-from forerun.errors import ConfigError, QueueFullError, RankLost, SamplingError
+from forerun.errors import ConfigError, PromptError, QueueFullError, RankLost, SamplingError
 from forerun.frontend import Frontend, Prompt
 from forerun.kernels.ops import Kernels
 from forerun.models.adapted import LoraAdapter
@@ -276,15 +276,25 @@ class LLM(Frontend):
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    is_list = isinstance(prompts, Iterable)
+    found: list[Any] = list(prompts) if is_list else [prompts]
+    if is_list and found and all(isinstance(p, int) for p in found):
+        return [found]
+    for prompt in found:
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
+            raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__} ({prompt!r:.60})")
+    return found
 
 
 def _each(given: Any, kinds: type | tuple[type, ...], num: int, what: str) -> list[Any]:
     """One for every prompt, from one for all or a list."""
     if isinstance(given, kinds):
         return [given] * num
+    allowed = kinds if isinstance(kinds, tuple) else (kinds,)
+    names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
+    for one in [given] if isinstance(given, str | Mapping) or not isinstance(given, Sequence) else given:
+        if not isinstance(one, kinds):
+            raise SamplingError(f"{what} are {names}, or a list of these, not {type(one).__name__} ({one!r:.60})")
     if len(given) != num:
         raise SamplingError(f"{len(given)} {what} were given for {num} prompts: give one, or one each")
     return list(given)

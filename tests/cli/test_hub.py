@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub import constants
 
 from forerun.models.gguf_export import export_gguf
-from forerun.weights.resolve import resolve_model
+from forerun.weights.resolve import EMBEDDED, resolve_model
 from tests.support.fake_hub import FakeHub, pretended
 
 PROMPT = "What is the capital of France?"
@@ -51,10 +51,13 @@ def test_a_model_from_the_hub_to_an_answer_and_away(hub: FakeHub, run: Any, run_
     pulled = run_json("pull", "org/mini-gguf:Q8_0")
     assert pulled[0]["model"] == "org/mini-gguf:Q8_0" and pulled[0]["path"].endswith("/mini-Q8_0.gguf")
     assert run_json("inspect", "org/mini-gguf:q8_0")["folder"] == pulled[0]["path"]
-    assert [model["name"] for model in run_json("list")] == ["org/mini", "org/mini-gguf:Q8_0"]
+    assert [model["name"] for model in run_json("list")] == ["org/mini", "org/mini-gguf:Q8_0", *EMBEDDED]
     assert "org/mini-gguf:Q8_0" in run("list").stdout
     assert "is deleted" in run("rm", "org/mini", "org/mini-gguf:Q8_0").stdout
-    assert run_json("list") == [] and "no model of the hub was downloaded" in run("list").stderr
+    assert (
+        run_json("list") == [{"name": name, "kind": "embedded"} for name in EMBEDDED]
+        and "no model of the hub was downloaded" in run("list").stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ def test_chat_takes_the_precision_of_the_cache(run: Any) -> None:
 
 
 def test_an_answer_sees_the_conversation(run: Any, asked: list[list[dict[str, str]]]) -> None:
-    run("chat", "--system", "Be brief.", "--max-tokens", "4", stdin="One\nTwo\n/reset\nThree\n")
+    said = run("chat", "--system", "Be brief.", "--max-tokens", "4", stdin="One\nTwo\n/reset\nThree\n").stderr
+    assert "the system message stays: Be brief. (/system drops it)" in said
     roles = [[message["role"] for message in conversation] for conversation in asked]
     assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["system", "user"]]
 

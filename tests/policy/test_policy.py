@@ -11,6 +11,7 @@ import torch
 
 from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Asked, DraftCall
+from forerun.policy.acceptance import PROMISED
 from forerun.policy.costs import CallCosts, Costs, Mean, PassCosts
 from forerun.policy.fixed import FixedPolicy
 from forerun.policy.policy import WARM_AFTER, AdaptivePolicy, Outcome, StepResult, StepSeconds
@@ -261,6 +262,33 @@ def test_nobody_drafts_before_a_plain_step_was_seen() -> None:
     assert made.plan([request()]).max_nodes(request()) == 1
     step(made, [request()], 0)
     assert made.plan([request()]).max_nodes(request()) == 16
+
+
+@pytest.mark.parametrize("prediction,is_right", [((), True), ((2, 3, 4), False), ((2, 3, 4), True)])
+def test_a_prediction_is_tried_whatever_was_learned_and_used_while_it_is_right(
+    prediction: tuple[int, ...], is_right: bool
+) -> None:
+    made, other = policy(members=("m", "other")), request()
+    made.readers = frozenset(["m"])
+    while made.exploration.may_draft:  # drafts were never right, and have lost all that they may
+        learn_call(made, False, 9.0)
+    assert sizes(made, Draft(other, 16, member="m")) == [0]
+    one, asked = request(prediction=prediction), []
+    for _ in range(3):
+        plan = made.plan([one, other])
+        drafts = [Draft(each, plan.max_nodes(each), member="m") for each in (one, other)]
+        assert drafts[1].max_nodes == 1 and not any(plan.sizes("other", drafts))
+        asked.append(list(plan.sizes("m", drafts)))
+        draft, tokens = drafts[0], [7] * asked[-1][0] if is_right else []
+        if asked[-1][0]:
+            draft.add_chain([7] * PROMISED)
+            draft.believe(draft.proposal_of("m"), [-9.0 * place for place in range(draft.num_nodes)])
+            plan.prune(drafts)
+            assert draft.num_nodes == 1 + PROMISED
+            made.acceptance.learn(one, draft.proposal_of("m"), [*tokens, 1])
+        one.token_ids += [*tokens, 1]
+    none, all_of_it = [0, 0], [PROMISED, 0]
+    assert asked == ([none] * 3 if not prediction else [all_of_it] * 3 if is_right else [all_of_it, none, none])
 
 
 def plain_step(made: AdaptivePolicy, one: Request, seconds: float) -> None:

@@ -81,6 +81,16 @@ def test_fields_that_are_wrong_on_both_endpoints(client: TestClient, fields: dic
     check(client.post("/v1/chat/completions", json={"messages": MESSAGES, **fields}), 400, param=param)
 
 
+def test_of_several_forms_the_one_that_was_meant_is_named(client: TestClient) -> None:
+    for fields, said in (
+        ({"speculation": {"max_nodes": 0}}, "speculation.max_nodes: Input should be greater than or equal to 1; got 0"),
+        ({"speculation": "on"}, "speculation: Input should be 'auto' or 'off'; got 'on'"),
+        ({"stop": ["a", 5]}, "stop.1: Input should be a valid string; got 5"),
+    ):
+        answer = client.post("/v1/chat/completions", json={"messages": MESSAGES, **fields})
+        assert answer.json()["error"]["message"] == said
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -52,6 +52,7 @@ def ids_of(events: list[dict[str, Any]]) -> list[int]:
 @pytest.mark.parametrize("path", FILES)
 def test_files_are_served_under_a_strict_policy(client: TestClient, path: str) -> None:
     answer = client.get(path)
+    assert client.head(path).status_code == 200
     assert answer.status_code == 200 and answer.headers["content-type"] == FILES[path][1]
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy

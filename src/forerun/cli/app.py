@@ -7,6 +7,7 @@ Nothing heavy is imported here: every command imports torch and the engine when 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from typing import Annotated, Any
 
@@ -40,6 +41,7 @@ from forerun.errors import ForerunError
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+WIDE = 100  # columns in which the help of every command is whole
 
 
 class CleanGroup(TyperGroup):
@@ -78,7 +80,8 @@ app = typer.Typer(
     help="Run open language models faster, with the same output: lossless speculative decoding.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    # The boxes of rich cut long names of options in narrow terminals; click's plain lists never do.
+    rich_markup_mode="rich" if shutil.get_terminal_size().columns >= WIDE else None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench_app = typer.Typer(help="Measure.", no_args_is_help=True)

@@ -152,7 +152,7 @@ def _table(rows: Sequence[dict[str, Any]], details: dict[str, dict[str, Any]], t
     """Speed and speed-up including the prefill, then of decoding alone."""
     from forerun.bench.report import decode_gain, gain, spread
 
-    columns = ("drafter", "tokens/s", "speed-up", "95%\ninterval", "decoding", "tokens\na step", "identical")
+    columns = ("drafter", "tokens/s", "speed-up", "95%\ninterval", "decoding", "tokens\na pass", "identical")
     result = table(*columns, title=title)
     for row in rows:
         same = {True: "yes", False: "NO", None: "-"}[row["identical"]]

@@ -30,10 +30,10 @@ PROMPT = "> "
 COMMANDS = {  # what a user may type instead of a message -> what it does
     "/again": "answers the last message again, with another seed",
     "/drafts": "colours tokens by who drafted them, or no longer",
-    "/exit": "ends the conversation, as Ctrl-D does",
+    "/exit": "ends the conversation, as /quit and Ctrl-D do",
     "/help": "lists these",
-    "/reset": "forgets the conversation",
-    "/system": "and a text: forgets the conversation and begins one with this system message",
+    "/reset": "forgets the conversation, but for the system message",
+    "/system": "and a text: begins a new conversation with this system message; without a text, with none",
 }
 KEYS = "Ctrl-C stops an answer. A line that ends in \\ goes on in the next."
 
@@ -83,15 +83,16 @@ class ChatSession:
         """Read lines until the user ends the conversation."""
         enable_line_editing(cache_folder() / "chat_history", list(COMMANDS))
         self._reset()
-        while (line := _next_line()) not in (None, "/exit", "/quit"):
-            self._obey(line or "")
+        while (line := _next_line()) is not None and line.split(" ")[0] not in ("/exit", "/quit"):
+            self._obey(line)
 
     def _obey(self, line: str) -> None:
         command, _, rest = line.partition(" ")
         match command:
             case "/reset":
                 self._reset()
-                print_note("the conversation is forgotten")
+                kept = f"; the system message stays: {self.system} (/system drops it)" if self.system else ""
+                print_note(f"the conversation is forgotten{kept}")
             case "/system":
                 self.system = rest.strip() or None
                 self._reset()
@@ -125,7 +126,8 @@ class ChatSession:
         try:
             answer = self._stream()
         except ForerunError as error:
-            print_error(f"{error} (or forget the conversation with /reset)")
+            dropped = " and the system message with /system" if self.system else ""
+            print_error(f"{error} (or forget the conversation with /reset{dropped})")
             answer = None
         if answer is None:
             self.messages.pop()

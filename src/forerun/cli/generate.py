@@ -89,6 +89,8 @@ def generate(asked: AskedText, sampling: FullSampling, drafting: opt.Drafting, l
     """Complete a prompt, given as an argument, with --file or on standard input."""
     name, prompt = model_and_prompt(asked.arguments or [], asked.model, asked.file)
     sampling.params({})  # checks the options before anything is loaded
+    if sampling.logprobs is not None and not asked.json:
+        raise ConfigError(f"--logprobs {sampling.logprobs} are printed with --json only: add it, or leave them out")
     prediction = None if asked.prediction is None else read_file(asked.prediction, "the prediction")
     if prediction is not None and drafting.drafter is None:  # the usual drafter of a model may read none
         drafting = replace(drafting, drafter="auto")

@@ -38,7 +38,8 @@ Verification = Annotated[str, _option("coupled (same seed, same text) or rejecti
 DrafterName = Annotated[
     str | None,
     typer.Option(
-        help="NAME or NAME=MODEL; see `forerun inspect`. Default: draft where there is a draft model, else ngram.",
+        help="auto, none, a drafter's NAME or NAME=MODEL (docs/drafters.md). Default: draft where there is a draft "
+        "model, else ngram.",
         rich_help_panel=DRAFTING,
     ),
 ]
@@ -62,7 +63,7 @@ Drafters = Annotated[str, typer.Option(help="NAME, NAME=MODEL or FILE.py:CLASS, 
 
 Lora = Annotated[
     list[str] | None,
-    _option("NAME=PATH of a LoRA adapter, a folder that PEFT saved; repeatable where several requests run.", ENGINE),
+    _option("NAME=PATH of a LoRA adapter, a folder that PEFT saved; `serve` and `batch` take several.", ENGINE),
 ]
 
 

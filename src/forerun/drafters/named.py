@@ -19,6 +19,10 @@ from forerun.errors import ConfigError, suggestion
 from forerun.weights.resolve import EMBEDDED
 
 AUTO = "auto"  # a portfolio of what the target offers
+VLLM_OPTIONS = {  # of vLLM's LLM -> what does it here, where no name is like it
+    "speculative_config": "drafter and draft_model", "gpu_memory_utilization": "kv_cache_bytes",
+    "swap_space": "kv_host_gib", "enable_prefix_caching": "prefix_caching", "enable_lora": "lora",
+}  # fmt: skip
 
 
 def drafter_config(target: str, text: str, draft_model: str | None, options: Mapping[str, Any]) -> DrafterConfig:
@@ -125,7 +129,8 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     unknown = sorted(set(options) - drafter_fields - engine_fields - {"drafter", "draft_model"})
     if unknown:
         allowed = sorted(drafter_fields | engine_fields | {"drafter", "draft_model"})
-        meant = suggestion(unknown[0], allowed)
+        like = VLLM_OPTIONS.get(unknown[0])
+        meant = f"; what vLLM calls {unknown[0]} is {like} here" if like else suggestion(unknown[0], allowed)
         raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(allowed)}{meant}")
     wanted = options.get("drafter") or "none"
     if isinstance(wanted, DrafterConfig):

@@ -24,7 +24,7 @@ from forerun import drafters
 from forerun.config import DrafterConfig
 from forerun.drafters.base import DrafterSpec
 from forerun.errors import ConfigError, ModelError, suggestion
-from forerun.weights.resolve import resolve_model
+from forerun.weights.resolve import EMBEDDED, resolve_model
 
 Loaded = TypeVar("Loaded")
 
@@ -51,7 +51,9 @@ def spec_of(name: str) -> DrafterSpec:
     spec = all_specs().get(name)
     if spec is None:
         names = (*all_specs(), "auto")
-        like = suggestion(name, names)
+        like = (
+            f"; a model drafts as draft={name}" if name in EMBEDDED or Path(name).is_dir() else suggestion(name, names)
+        )
         raise ConfigError(f"there is no drafter {name}; choose from {', '.join(names)}, or give FILE.py:CLASS{like}")
     return spec
 
@@ -65,7 +67,10 @@ def check(options: DrafterConfig) -> None:
     for field, were in _GIVEN.items():
         if getattr(options, field) and field not in spec.options:
             takers = ", ".join(name for name, other in all_specs().items() if field in other.options)
-            raise ConfigError(f"{were} given but the drafter is {options.name!r}: choose one of {takers}")
+            got = getattr(options, field)
+            raise ConfigError(
+                f"{were} given but the drafter is {options.name!r}: choose one of {takers}; got {got!r:.80}"
+            )
     if "members" in spec.options:
         _check_members(options)
 

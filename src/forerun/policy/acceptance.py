@@ -27,6 +27,7 @@ USUAL_CHANCE: Final = 0.6  # of a node, until some were seen: the drafters train
 _MIDDLES: Final = (*((a + b) / 2 for a, b in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True)), USUAL_CHANCE)
 LEAST: Final = 0.03  # chance below which, and above whose complement, nothing is believed: drafts always surprise
 MEMORY: Final = 0.99  # what a node counts for after the next of its kind: kinds change within some hundred steps
+PROMISED: Final = 8  # drafts of a prediction that are tried in the first so many tokens, whatever was learned elsewhere
 PRIOR: Final = 10.0  # nodes that what is usual counts for beside a kind's own, and beside a request's
 
 
@@ -140,6 +141,17 @@ class Acceptance:
                 kind = (proposal.member, min(rank, NUM_KINDS))
                 _tally(self.ranks, kind, USUAL_CHANCE).add(before, is_right, MEMORY)
             before = is_right
+
+
+def is_promised(request: Request, readers: Set[str], if_right: bool) -> bool:
+    """Whether its prediction has yet to be tried: the user's word counts more than what was learned elsewhere.
+
+    readers: drafters that read it. if_right: also while at least every second token of the answer was right in it.
+    """
+    if not request.prediction:
+        return False
+    right = [request.right_drafts[member][1] for member in readers & request.right_drafts.keys()]
+    return if_right and 2.0 * sum(right) >= request.num_output if right else request.num_output < PROMISED
 
 
 def _tally(tallies: dict[Any, Tally], key: Any, chance: float) -> Tally:

@@ -7,10 +7,9 @@ computes, acceptance rules.
 every step and alone changes what a policy knows. What a policy decides changes speed, never tokens under the coupled
 rule; under the rejection rule it decides before anything is drawn, so the distribution stays the target's.
 
-*Before a drafter drafts* the step is planned for all requests together, each node's chance being that of its rank so
-far. *While it drafts* level by level it stops where the next level promises less than it costs. *After it drafted*
-nodes of all requests are kept by their own chances. A text that must be read first is an investment, made where the
-rest of the answer pays for it.
+*Before a drafter drafts* the step is planned for all requests together, each node's chance being that of its rank.
+*While it drafts* level by level it stops where the next level promises less than it costs. *After it drafted* nodes of
+all requests are kept by their own chances. A text to be read first is an investment: the rest of the answer must pay.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 from forerun.core import Request
 from forerun.drafters.base import DraftCall
-from forerun.policy.acceptance import LEAST, MEMORY, PRIOR, Acceptance, Tally
+from forerun.policy.acceptance import LEAST, MEMORY, PRIOR, PROMISED, Acceptance, Tally, is_promised
 from forerun.policy.costs import RISE, Costs
 from forerun.policy.exploration import SPREAD, Exploration
 from forerun.policy.planner import Outlook, expected_gains, found_by_depth, plan_call, worth_verifying
@@ -111,6 +110,7 @@ class AdaptivePolicy:
     usual_output: float = USUAL_OUTPUT
     # lately: the steps' time in plain steps, and the tokens a request they gave
     speedup: Tally = field(default_factory=partial(Tally, PRIOR, PRIOR))
+    readers: frozenset[str] = frozenset()  # members that read a request's prediction
     trial: str | None = None  # the member that is tried
     _gained_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by member that was asked
     _num_plain: int = WARM_AFTER  # steps since drafts were asked for
@@ -271,15 +271,11 @@ class AdaptivePolicy:
     def _might_pay(self, member: str, num_requests: int, plain_s: float) -> bool:
         """Whether drafts that are as often right as is ever believed would gain anything at this load."""
         gains = expected_gains((1.0 - LEAST,), (), self.max_nodes - 1)
-        prices = self.costs.step_s, self.costs.calls[member].call_s
-        plain = Outlook(num_requests, num_requests, plain_s)
-        sizes, _ = plan_call([gains] * num_requests, plain, *prices, num_requests / plain_s)
-        return any(sizes)
+        plain, call_s = Outlook(num_requests, num_requests, plain_s), self.costs.calls[member].call_s
+        return any(plan_call([gains] * num_requests, plain, self.costs.step_s, call_s, num_requests / plain_s)[0])
 
-    def _price_s(self, member: str, num_requests: int) -> float:
-        """Seconds by which a few drafts for one request make a plain step longer."""
-        call_s = self.costs.calls[member].call_s(TRIAL_DRAFTS, 1)
-        step_s = self.costs.step_s(num_requests + TRIAL_DRAFTS) + call_s
+    def _price_s(self, member: str, num_requests: int) -> float:  # by which a few drafts make a plain step longer
+        step_s = self.costs.step_s(num_requests + TRIAL_DRAFTS) + self.costs.calls[member].call_s(TRIAL_DRAFTS, 1)
         return max(step_s - self.plain_step_s(num_requests), 0.0)
 
 
@@ -304,20 +300,28 @@ class AdaptivePlan:
     def max_nodes(self, request: Request) -> int:
         """A fair share of the rows whose cost is known; none where nobody would be asked."""
         most = self.policy.max_nodes
-        if not self.is_open or not request.speculate or most <= 1:
+        if most <= 1 or not request.speculate or not (self.is_open or self._is_promised(request)):
             return 1
         share = max(1 + TRIAL_DRAFTS, self.policy.costs.passes.max_rows // self.num_requests)
         return max(1, min(most, share, request.max_nodes or most))
 
     def sizes(self, member: str, drafts: Sequence[Draft]) -> Sequence[int]:
         """Drafts the member is asked for, request by request; 0: it is not asked."""
-        policy, sizes = self.policy, self.wanted(member, drafts)
+        policy, is_reader = self.policy, member in self.policy.readers
+        promised = [min(PROMISED, d.room) if is_reader and self._is_promised(d.request) else 0 for d in drafts]
+        if not self.is_open:
+            return promised
+        sizes = list(map(max, self.wanted(member, drafts), promised))
         if policy.trial == member and not any(sizes):
             best = max(range(len(drafts)), key=partial(self._promise, member, drafts))
             return [min(TRIAL_DRAFTS, drafts[best].room) if index == best else 0 for index in range(len(drafts))]
         if self._may_choose and policy.costs.calls[member].draws_levels:  # it stops by itself; few it draws as a chain
             return [draft.room if size > TRIAL_DRAFTS else size for draft, size in zip(drafts, sizes, strict=True)]
         return sizes
+
+    def _is_promised(self, request: Request) -> bool:
+        in_debt = not self.policy.exploration.may_draft
+        return self.policy.costs.knows_plain and is_promised(request, self.policy.readers, in_debt)
 
     def _promise(self, member: str, drafts: Sequence[Draft], index: int) -> tuple[float, float]:
         """The less there is to read the better, then the likelier."""
@@ -390,5 +394,5 @@ class AdaptivePlan:
             [draft.survival for draft in drafts], self.num_requests, self.policy.costs.step_s, self.speed
         )
         for draft, nodes in zip(drafts, kept, strict=True):
-            if len(nodes) < len(draft.tree):
+            if len(nodes) < len(draft.tree) and not self._is_promised(draft.request):
                 draft.keep(nodes)

@@ -362,6 +362,7 @@ def _add_status(router: APIRouter, service: Service, context: ServerContext) -> 
         """The version of forerun."""
         return {"version": __version__}
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> Response:
         """Whether requests can be answered."""

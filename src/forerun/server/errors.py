@@ -108,13 +108,19 @@ def validation_error(error: RequestValidationError | ValidationError) -> ApiErro
     """The first thing that is wrong with a body, and where."""
     if isinstance(error, ValidationError) and error.error_count() > MAX_ERRORS:  # pydantic cannot give only the first
         return ApiError(400, f"{error.error_count()} fields of the body are wrong", code="invalid_type")
-    first = error.errors()[0]
-    path = ".".join(str(part) for part in first["loc"] if part != "body")
-    field = str(next((part for part in first["loc"] if part != "body"), "")) or None
+    found = [([str(part) for part in one["loc"] if part != "body"], one) for one in error.errors()]
+    of_field = [(path, one) for path, one in found if path[:1] == found[0][0][:1]]
+    parts, first = max(of_field, key=lambda each: len(each[0]))  # of several forms the one that was meant fits furthest
+    path, field = ".".join(part for part in parts if not _FORM.match(part)), parts[0] if parts else None
     if not path:  # do not echo the body: it was not read as JSON, or is not an object
         return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json",
                         code="invalid_type")  # fmt: skip
     return ApiError(400, f"{path}: {first['msg']}; got {shown(first.get('input'))}", param=field, code="invalid_type")
+
+
+_FORM = re.compile(
+    r"[A-Z]\w*$|\w+\["
+)  # pydantic's name of one of several forms: SpeculationChoice, literal['auto','off']
 
 
 def shown(value: Any) -> str:

@@ -76,6 +76,7 @@ def add_playground(router: APIRouter, service: Service, context: ServerContext) 
 def _add_file(router: APIRouter, path: str, name: str, media_type: str) -> None:
     content = files("forerun.server").joinpath("playground", name).read_bytes()
 
+    @router.head(path, include_in_schema=False)
     @router.get(path, include_in_schema=False)
     async def static() -> Response:
         return Response(content, media_type=media_type, headers=_HEADERS)

@@ -75,9 +75,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more requests, let the running ones finish, and abort them when the time is over."""
-        num_left = len(self.server_state.tasks)
-        if num_left:
-            log.info("stopping", extra={"requests_left": num_left, "drain_s": self._drain_s})
+        log.info("stopping", extra={"requests_left": len(self.server_state.tasks), "drain_s": self._drain_s})
         ending = asyncio.create_task(self._end_requests())
         try:
             await super().shutdown(sockets)

@@ -77,7 +77,10 @@ def benchmark_grams(bench_dir: Path | None) -> frozenset[int]:
         return frozenset()
     files = sorted(path for path in bench_dir.rglob("*.json*") if path.is_file())
     if not files:
-        raise DataError(f"no benchmark files (.json, .jsonl) under {bench_dir}; pass the right folder or none")
+        raise DataError(
+            f"no benchmark files (.json, .jsonl) under {bench_dir}: let the recipe's data.bench_dir "
+            "name the right folder, or leave it out if there is none"
+        )
     return frozenset(gram for path in files for text in strings_of(path) for gram in grams(text))
 
 

@@ -43,6 +43,12 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapp
     """The text of a conversation; raises PromptError if the template refuses it, fails, or takes too much."""
     if not messages:
         raise PromptError("the conversation is empty; give at least one message with 'role' and 'content'")
+    for message in messages:
+        if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & message.keys():
+            raise PromptError(
+                'a conversation is a list of messages such as {"role": "user", "content": "Hello!"}, '
+                f"not of {message!r:.80}"
+            )
     try:
         asked = pickle.dumps((template, list(messages), dict(variables)))
     except Exception as error:  # whatever an object's own pickling raises
