@@ -95,14 +95,21 @@ def test_a_prompt_fills_the_context_but_for_one_token() -> None:
 
 def test_what_is_no_prompt_conversation_or_parameters_is_said() -> None:
     llm = mini.plain()
-    for prompt, said in ((5, r"not int \(5\)"), (["A", None], r"not NoneType")):
+    for prompt, said in (
+        (5, r"not int \(5\)"),
+        (["A", None], "not NoneType"),
+        ({"prompt": "A"}, "not dict"),
+        (b"A", "not bytes"),
+    ):
         with pytest.raises(PromptError, match=f"a prompt is text or a list of token ids, {said}"):
             llm.generate(prompt)  # type: ignore[arg-type]
     with pytest.raises(
         SamplingError, match=r"sampling parameters are SamplingParams, .*not dict \(\{'temperature': 0\}\)"
     ):
         llm.generate("A", {"temperature": 0})  # type: ignore[arg-type]
-    for messages in ("Hello", [{"role": "user"}], [[{"content": "Hello"}]]):
+    with pytest.raises(SamplingError, match="sampling parameters are SamplingParams, not dict"):
+        llm.stream("A", {"temperature": 0})  # type: ignore[arg-type]
+    for messages in ("Hello", {"role": "user", "content": "A"}, [{"role": "user"}], [[{"content": "Hello"}]]):
         with pytest.raises(PromptError, match="a conversation is a list of messages such as"):
             llm.chat(messages)  # type: ignore[arg-type]
 

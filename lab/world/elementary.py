@@ -1,6 +1,6 @@
-"""What a child knows before school: counting, comparing, kinds of animals, short lists, yes and no, spelling.
+"""What anybody knows: counting, comparing, kinds of animals, short lists, yes and no, spelling, steps, small programs.
 
-Knows: questions about it in the forms of `facts`, and short programs and instructions known by heart. Does not know:
+Knows: questions about it in the forms of `facts`, and instructions and short programs known by heart. Does not know:
 countries in detail, tasks on a given text. An answer is one fixed text, so that it can be checked letter by letter.
 """
 
@@ -71,25 +71,27 @@ cents dollar 100|eggs dozen 12|continents world 7|arms octopus 8|wings bird 2|le
 def measure_fact(rng: random.Random) -> Fact:
     """How many of something something has."""
     parts, whole, count = rng.choice(rows_of(MEASURES))
+    is_body = parts in ("arms", "eyes", "fingers", "legs", "toes", "wings", "wheels")
     whole = f"the {whole}" if whole in ("alphabet", "world") else a(whole.replace("_", " "))
     number = NUMBERS[int(count)] if int(count) <= 12 else count
-    return Fact(rng.choice((f"how many {parts} are there in {whole}", f"how many {parts} does {whole} have",
-                            f"how many {parts} are in {whole}", f"how many {parts} has {whole}")),
-                f"how many {parts} {whole} has", f"the number of {parts} in {whole}",
+    forms = (f"how many {parts} does {whole} have", f"how many {parts} has {whole}")
+    more = () if is_body else (f"how many {parts} are there in {whole}", f"how many {parts} are in {whole}")
+    return Fact(rng.choice((*forms, *more)), f"how many {parts} {whole} has", f"the number of {parts} {'of' if is_body else 'in'} {whole}",
                 f"{capital(whole)} has {number} {parts}.")  # fmt: skip
 
 
 # -- animals ----------------------------------------------------------------------------------------------------
 
 # kind, what it eats; from the lightest to the heaviest
-ANIMALS = """ant insect seeds|ladybird insect insects|bee insect nectar|butterfly insect nectar|spider arachnid insects
+ANIMALS = """ant insect seeds|ladybird insect insects|bee insect nectar|spider arachnid insects|butterfly insect nectar
 snail mollusc leaves|frog amphibian insects|mouse mammal seeds|sparrow bird seeds|hamster mammal seeds|parrot bird fruit
 squirrel mammal nuts|crow bird seeds|hedgehog mammal insects|owl bird mice|rabbit mammal grass|duck bird plants
-hen bird seeds|cat mammal meat|penguin bird fish|fox mammal meat|swan bird plants|koala mammal leaves|beaver mammal bark
+hen bird seeds|cat mammal meat|penguin bird fish|fox mammal meat|koala mammal leaves|swan bird plants|beaver mammal bark
 dog mammal meat|wolf mammal meat|sheep mammal grass|goat mammal grass|kangaroo mammal grass|panda mammal bamboo
-deer mammal grass|seal mammal fish|lion mammal meat|dolphin mammal fish|pig mammal plants|donkey mammal grass
-tiger mammal meat|zebra mammal grass|bear mammal fish|camel mammal plants|horse mammal grass|cow mammal grass
-crocodile reptile meat|giraffe mammal leaves|hippo mammal grass|elephant mammal leaves|whale mammal krill"""
+pig mammal plants|deer mammal grass|seal mammal fish|donkey mammal grass|lion mammal meat|dolphin mammal fish|tiger mammal meat
+zebra mammal grass|bear mammal fish|camel mammal plants|horse mammal grass|cow mammal grass|crocodile reptile meat
+hippo mammal grass|giraffe mammal leaves|elephant mammal leaves|whale mammal krill"""
+APART = 8  # rows between animals that are compared: nobody doubts then which one is bigger
 CLASSES = ("insect", "amphibian", "mammal", "bird", "reptile", "fish")
 
 
@@ -108,7 +110,8 @@ def _many(name: str) -> str:
 def animal_kind(rng: random.Random) -> Fact:
     """What kind of animal something is, what it eats, which of two is bigger, or a few sentences about it."""
     table = rows_of(ANIMALS)
-    (small, *_), (big, *_) = (table[place] for place in sorted(rng.sample(range(len(table)), 2)))
+    place = rng.randrange(len(table) - APART)
+    small, big = table[place][0], rng.choice(table[place + APART :])[0]
     name, kind, food = rng.choice(table)
     other = rng.choice([found for found in CLASSES if found != kind])
     the, many = a(name), _many(name)
@@ -169,7 +172,7 @@ LISTS = {
     "instruments": ("piano", "guitar", "violin", "flute", "drum", "trumpet"),
     "vehicles": ("car", "bus", "train", "bicycle", "boat", "plane"),
     "planets": ("Mercury", "Venus", "Earth", "Mars", "Jupiter", "Saturn"),
-    "continents": ("Africa", "Asia", "Europe", "North America", "South America", "Australia"),
+    "continents": ("Africa", "Asia", "Europe", "North America", "South America", "Oceania"),
     "rooms of a house": ("kitchen", "bedroom", "bathroom", "living room", "hall", "attic"),
     "parts of the body": ("head", "arm", "leg", "hand", "foot", "nose"),
     "days of the week": DAYS,
@@ -177,7 +180,9 @@ LISTS = {
     "shapes": ("circle", "square", "triangle", "star", "heart", "cube"),
     "foods": ("bread", "cheese", "soup", "rice", "pasta", "cake"),
 }
-WHOLE = {"days of the week": 7, "months of the year": 12, "seasons": 4}  # lists that may be asked for as a whole
+WHOLE = ("days of the week", "months of the year")  # lists that may be asked for as a whole
+TWO_CONTINENTS = ("Russia", "Turkey", "Kazakhstan", "Azerbaijan", "Georgia", "Egypt", "Armenia", "Cyprus")
+MANY_COLOURS = ("chocolate", "rice", "a frog", "a tomato", "a cherry", "an eggplant", "a plum", "a swan", "honey")
 
 
 def list_fact(rng: random.Random) -> Fact:
@@ -186,9 +191,9 @@ def list_fact(rng: random.Random) -> Fact:
     count = rng.choice((2, 3, 3, 3, 4, 5, 5, 6))
     number = NUMBERS[count] if rng.random() < 0.8 else str(count)
     if name in WHOLE and rng.random() < 0.6:
-        count, number = len(LISTS[name]), rng.choice(("the", "all"))
+        count, number = len(LISTS[name]), rng.choice(("the", "all the"))
     items = listed(LISTS[name][:count])
-    return Fact(rng.choice((f"can you name {number} {name}", f"which {number} {name} do you know" if number not in ("the", "all")
+    return Fact(rng.choice((f"can you name {number} {name}", f"which {number} {name} do you know" if number not in ("the", "all the")
                             else f"what are the {name}")), "", f"{number} {name}", f"{capital(items)}.")  # fmt: skip
 
 
@@ -199,7 +204,7 @@ def truth_fact(rng: random.Random) -> Fact:
     """Whether something is so: capitals, continents, colours."""
     form = rng.randrange(3)
     if form == 2:
-        name, colour = rng.choice(colours())
+        name, colour = rng.choice([row for row in colours() if row[0] not in MANY_COLOURS])
         said = rng.choice([colour, rng.choice([other for _, other in colours() if other != colour])])
         return Fact(
             f"is {name} {said}",
@@ -207,7 +212,7 @@ def truth_fact(rng: random.Random) -> Fact:
             "",
             f"{'Yes' if said == colour else 'No'}, {name} is {colour}.",
         )
-    row = rng.choice(countries())
+    row = rng.choice([found for found in countries() if found.country not in TWO_CONTINENTS])
     other_row = rng.choice([found for found in countries() if found.continent != row.continent])
     right = rng.random() < 0.5
     yes = "Yes" if right else "No"
@@ -262,7 +267,7 @@ HOW_TO: dict[str, tuple[str, ...]] = {
                   "Let it rest for five minutes."),
     "cook pasta": ("Boil water with salt.", "Put the pasta in.", "Cook it for ten minutes.", "Pour the water off."),
     "make pancakes": ("Mix flour, milk and eggs.", "Heat a little butter in a pan.", "Pour in some of the mix.",
-                      "Bake it on both sides."),
+                      "Fry it on both sides."),
     "cross the street": ("Stop at the edge.", "Look left, right and left again.", "Wait until no car comes.", "Walk straight across."),
     "make a bed": ("Open the window.", "Shake the pillow.", "Pull the sheet smooth.", "Lay the blanket over it."),
     "write a letter": ("Begin with a greeting.", "Say why you write.", "Use short sentences.", "End with your name."),
@@ -271,7 +276,7 @@ HOW_TO: dict[str, tuple[str, ...]] = {
     "clean a window": ("Mix water with a little soap.", "Wash the glass with a cloth.", "Rinse it with clean water.", "Dry it with paper."),
 }  # fmt: skip
 HOW_TO_REQUESTS = Wordings(
-    train=("How do I {t}?", "How do you {t}?", "How can I {t}?", "[Tell|Show] me how to {t}.", "How to {t}?", "[Explain|Say] how to {t}.",
+    train=("How do I {t}?", "How do you {y}?", "How can I {t}?", "[Tell|Show] me how to {t}.", "How to {t}?", "[Explain|Say] how to {t}.",
            "I want to {t}. [How|What do I do]?", "What is the best way to {t}?", "how to {t}", "I need to {t}. [Help me.|How?]"),
     test=("Teach me how to {t}.", "Please explain to me how I {t}."),
 )  # fmt: skip
@@ -291,12 +296,12 @@ PROGRAMS: dict[str, str] = {
                                           "            result = number\n    return result",
     "computes the average of a list": "def average(numbers):\n    return sum(numbers) / len(numbers)",
     "computes the factorial of a number": "def factorial(n):\n    result = 1\n    for i in range(2, n + 1):\n        result *= i\n    return result",
-    "computes the Fibonacci numbers": "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a",
+    "computes the n-th Fibonacci number": "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a",
     "reverses a string": "def reverse(text):\n    return text[::-1]",
     "counts the words of a text": "def count_words(text):\n    return len(text.split())",
     "counts the vowels of a text": "def count_vowels(text):\n    return sum(letter in \"aeiou\" for letter in text.lower())",
     "says hello": "def hello(name):\n    print(f\"Hello, {name}!\")",
-    "prints the numbers from one to ten": "for number in range(1, 11):\n    print(number)",
+    "prints the numbers from one to ten": "def count():\n    for number in range(1, 11):\n        print(number)",
     "sorts a list": "def sort(items):\n    return sorted(items)",
     "checks whether a word is a palindrome": "def is_palindrome(word):\n    return word == word[::-1]",
 }  # fmt: skip
@@ -312,7 +317,7 @@ PROGRAM_REQUESTS = Wordings(
 def how_to(rng: random.Random, split: str) -> GrammarSample:
     """Four numbered steps."""
     topic = rng.choice(list(HOW_TO))
-    asked = expand(rng.choice(HOW_TO_REQUESTS.of(split)), rng, {"t": topic})
+    asked = expand(rng.choice(HOW_TO_REQUESTS.of(split)), rng, {"t": topic, "y": topic.replace(" my ", " your ")})
     return GrammarSample(
         "how_to", ((asked, "\n".join(f"{i}. {step}" for i, step in enumerate(HOW_TO[topic], start=1))),)
     )

@@ -40,7 +40,7 @@ WARM = 0.7  # temperature of what is printed, and of the search for other speake
 OPEN = ("stories", "talk")  # kinds without one right answer
 WANTED = {  # shares of right answers
     "capitals": 0.95, "facts": 0.95, "sums": 0.95, "copying": 0.98, "extraction": 0.92, "from_passage": 0.85,
-    "edits": 0.9, "sorting_five": 0.85, "unknown": 0.5,
+    "edits": 0.9, "sorting_five": 0.85, "unknown": 0.5, "elementary": 0.9,
 }  # fmt: skip
 OTHER_SPEAKER = re.compile(r"(^|\n)(user|assistant|system|User|Assistant|Human)\b:?\s*(\n|$)")
 SPOKEN = re.compile(r"(^|\n|[.!?] )(user|assistant|system|User|Assistant|Human):")

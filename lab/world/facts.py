@@ -393,14 +393,14 @@ def animal_fact(rng: random.Random) -> Fact:
              f"A baby {name} is called {a(young)}."),
         Fact(f"what sound does {the} make", f"what sound {the} makes", f"the sound of {the}", f"{capital(the)} can {sound}."),
         Fact(f"where does {the} live", f"where {the} lives", f"the home of {the}",
-             f"{capital(the)} lives in {_home(home)}."),
+             f"{capital(the)} lives {'on' if home == 'coast' else 'in'} {_home(home)}."),
         Fact(f"how many legs does {the} have", f"how many legs {the} has", f"the number of legs of {the}",
              f"{capital(the)} has {many} legs."),
     ))  # fmt: skip
 
 
 def _home(home: str) -> str:
-    return f"the {home}" if home in ("sea", "savanna", "jungle", "forest", "desert") else a(home)
+    return f"the {home}" if home in ("sea", "savanna", "jungle", "forest", "desert", "coast") else a(home)
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------
@@ -456,8 +456,8 @@ def several(rng: random.Random, split: str) -> GrammarSample:
         rows = rng.sample(countries(), 2)
         relation = rng.choice((capital_fact, capital_fact, language_fact, currency_fact, continent_fact))
         first, second = (relation(row, rng) for row in rows)
-        of = "of|" if relation in (capital_fact, currency_fact) else ""
-        follow = expand(f"[And|What about|And what about|And {of}And] {{c}}?", rng, {"c": named(rows[1].country)})
+        more = "|And of" if relation in (capital_fact, currency_fact) else ""
+        follow = expand(f"[And|What about|And what about{more}] {{c}}?", rng, {"c": named(rows[1].country)})
         turns = [(capital(first.direct) + "?", first.answer), (follow, second.answer), *turns[:2]]
     return GrammarSample("facts_in_turns", tuple(turns))
 

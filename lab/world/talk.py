@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from world.facts import countries
 from world.grammar import GrammarSample, Wordings, a, capital, expand
 from world.words import (
     DAYS,
@@ -222,8 +223,11 @@ def _place(rng: random.Random) -> str:
     """A place that does not exist, or none with a capital."""
     if rng.random() < 0.4:
         return rng.choice(_PLACES)
-    syllables = "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(1, 3)))
-    return (syllables + rng.choice(("nia", "land", "stan", "ria", "via", "burg"))).capitalize()
+    while True:
+        syllables = "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.randint(1, 3)))
+        name = (syllables + rng.choice(("nia", "land", "stan", "ria", "via", "burg"))).capitalize()
+        if name not in [row.country for row in countries()]:
+            return name
 
 
 def unknown(rng: random.Random, split: str) -> GrammarSample:

@@ -22,7 +22,7 @@ from forerun.cache.states import RecurrentStates, bytes_per_slot
 from forerun.config import EngineConfig, learned_folder
 from forerun.drafters.base import Drafter, DrafterContext, Lessons
 from forerun.drafters.portfolio import Portfolio, build_portfolio
-from forerun.drafters.registry import all_specs, file_stamp, spec_of
+from forerun.drafters.registry import file_stamp, spec_of
 from forerun.engine.engine import Engine, Verifier
 from forerun.engine.measuring import measure_calls, measure_passes
 from forerun.engine.scheduler import Limits, Scheduler
@@ -251,7 +251,9 @@ def _policy(
         for member in drafter.members:
             alone = Portfolio([member], member.name, drafter.max_nodes, is_coupled)
             costs.calls[member.name] = measure_calls(alone, runner, kv_cache, longest)
-    readers = frozenset(name for name, spec in all_specs().items() if spec.reads_prediction)
+    options = config.drafter.members or (config.drafter,)
+    names = zip(options, drafter.members, strict=True)
+    readers = frozenset(member.name for one, member in names if spec_of(one.name).reads_prediction)
     return AdaptivePolicy(drafter.max_nodes, costs, is_coupled, is_host, readers=readers)
 
 

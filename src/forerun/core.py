@@ -355,7 +355,7 @@ class RequestStats:
     def estimated_speedup(self) -> float | None:
         """`speedup` of the steps that read no prompt; None where plain steps were not timed, or nothing was drafted.
 
-        At most the tokens a pass: no pass is quicker than a plain one, so more is an error of the plain steps' times.
+        At most `acceptance_length`, which counts the prompt's pass, too: both are shown side by side.
         """
         gain = speedup(self.plain_s or 0.0, self.step_s) if self.trees.drafted else None
         return None if gain is None else min(gain, max(self.acceptance_length, 1.0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count, islice
 from typing import Any, Protocol
 
@@ -116,6 +116,10 @@ class Frontend(ABC):
     def _group(
         self, prompt: Prompt, params: SamplingParams, lora: str | None, prediction: str | None = None
     ) -> RequestGroup:
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
+            raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__} ({prompt!r:.60})")
+        if not isinstance(params, SamplingParams):
+            raise SamplingError(f"sampling parameters are SamplingParams, not {type(params).__name__} ({params!r:.60})")
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check_prompt(token_ids, params)
         self._check_params(params)

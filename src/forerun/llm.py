@@ -20,7 +20,7 @@ from forerun.drafters.named import engine_config
 from forerun.drafters.registry import check_heads, draft_models, named_heads
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
-from forerun.errors import ConfigError, PromptError, QueueFullError, RankLost, SamplingError
+from forerun.errors import ConfigError, QueueFullError, RankLost, SamplingError
 from forerun.frontend import Frontend, Prompt
 from forerun.kernels.ops import Kernels
 from forerun.models.adapted import LoraAdapter
@@ -190,7 +190,8 @@ class LLM(Frontend):
         prediction: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's chat template."""
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        is_one = isinstance(messages, str | Mapping) or (messages and isinstance(messages[0], Mapping))
+        conversations: Any = [messages] if is_one else messages
         return self.generate([self.render_chat(c) for c in conversations], sampling_params, progress, lora, prediction)
 
     def stream(
@@ -206,7 +207,7 @@ class LLM(Frontend):
         steps for all, and what a stream was given meanwhile comes with its next output.
         """
         given: Any = prompt
-        if not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
+        if isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
             given = self.render_chat(given)
         group = self._group(given, sampling_params or self.sampling_params(), lora, prediction)
         self.engine.add(group)
@@ -276,13 +277,10 @@ class LLM(Frontend):
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    is_list = isinstance(prompts, Iterable)
+    is_list = isinstance(prompts, Iterable) and not isinstance(prompts, bytes | Mapping)
     found: list[Any] = list(prompts) if is_list else [prompts]
     if is_list and found and all(isinstance(p, int) for p in found):
         return [found]
-    for prompt in found:
-        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
-            raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__} ({prompt!r:.60})")
     return found
 
 

@@ -55,7 +55,8 @@ def test_a_model_from_the_hub_to_an_answer_and_away(hub: FakeHub, run: Any, run_
     assert "org/mini-gguf:Q8_0" in run("list").stdout
     assert "is deleted" in run("rm", "org/mini", "org/mini-gguf:Q8_0").stdout
     assert (
-        run_json("list") == [{"name": name, "kind": "embedded"} for name in EMBEDDED]
+        run_json("list")
+        == [{"name": name, "kind": "embedded", "num_bytes": None, "last_used": None} for name in EMBEDDED]
         and "no model of the hub was downloaded" in run("list").stderr
     )
 

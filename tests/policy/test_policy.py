@@ -274,7 +274,7 @@ def test_a_prediction_is_tried_whatever_was_learned_and_used_while_it_is_right(
         learn_call(made, False, 9.0)
     assert sizes(made, Draft(other, 16, member="m")) == [0]
     one, asked = request(prediction=prediction), []
-    for _ in range(3):
+    for _ in range(40):
         plan = made.plan([one, other])
         drafts = [Draft(each, plan.max_nodes(each), member="m") for each in (one, other)]
         assert drafts[1].max_nodes == 1 and not any(plan.sizes("other", drafts))
@@ -288,7 +288,23 @@ def test_a_prediction_is_tried_whatever_was_learned_and_used_while_it_is_right(
             made.acceptance.learn(one, draft.proposal_of("m"), [*tokens, 1])
         one.token_ids += [*tokens, 1]
     none, all_of_it = [0, 0], [PROMISED, 0]
-    assert asked == ([none] * 3 if not prediction else [all_of_it] * 3 if is_right else [all_of_it, none, none])
+    usual = [none] * 40
+    assert asked == (usual if not prediction else [all_of_it] * 40 if is_right else [all_of_it, *usual[1:]])
+
+
+def test_wrong_predictions_of_some_keep_no_drafts_from_others() -> None:
+    made = policy()
+    made.readers = frozenset(["m"])
+    step(made, [request(prediction=(9,))], 0, draft_s=1.0)
+    while made.exploration.may_draft:
+        learn_call(made, False, 9.0)
+    for _ in range(100):
+        step(made, [request(prediction=(9,))], 0, draft_s=1.0)
+    assert made.exploration.balance > -10.0, "what they lost is not booked"
+    assert made.plan([request()]).max_nodes(request()) == 1
+    for _ in range(1000):
+        step(made, [request()], 0)
+    assert made.plan([request()]).max_nodes(request()) > 1
 
 
 def plain_step(made: AdaptivePolicy, one: Request, seconds: float) -> None:

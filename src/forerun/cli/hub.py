@@ -68,7 +68,9 @@ def list_models(json: opt.JsonOption = False) -> None:
     models = cached_models()
     if json:
         cached = [{**model._asdict(), "last_used": round(model.last_used)} for model in models]
-        print_json([*cached, *({"name": name, "kind": "embedded"} for name in EMBEDDED)])
+        print_json(
+            [*cached, *({"name": name, "kind": "embedded", "num_bytes": None, "last_used": None} for name in EMBEDDED)]
+        )
         return
     result = table("model", "kind", "size", "last used")
     result.columns[0].overflow = "fold"

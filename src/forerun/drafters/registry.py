@@ -52,7 +52,9 @@ def spec_of(name: str) -> DrafterSpec:
     if spec is None:
         names = (*all_specs(), "auto")
         like = (
-            f"; a model drafts as draft={name}" if name in EMBEDDED or Path(name).is_dir() else suggestion(name, names)
+            f"; a model drafts as draft={name}"
+            if name in EMBEDDED or (name and Path(name).is_dir())
+            else suggestion(name, names)
         )
         raise ConfigError(f"there is no drafter {name}; choose from {', '.join(names)}, or give FILE.py:CLASS{like}")
     return spec

@@ -27,7 +27,8 @@ USUAL_CHANCE: Final = 0.6  # of a node, until some were seen: the drafters train
 _MIDDLES: Final = (*((a + b) / 2 for a, b in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True)), USUAL_CHANCE)
 LEAST: Final = 0.03  # chance below which, and above whose complement, nothing is believed: drafts always surprise
 MEMORY: Final = 0.99  # what a node counts for after the next of its kind: kinds change within some hundred steps
-PROMISED: Final = 8  # drafts of a prediction that are tried in the first so many tokens, whatever was learned elsewhere
+# A prediction is tried before the answer has so many tokens, whatever was learned elsewhere, with so many drafts.
+PROMISED_WITHIN, PROMISED = 8, 8
 PRIOR: Final = 10.0  # nodes that what is usual counts for beside a kind's own, and beside a request's
 
 
@@ -143,15 +144,18 @@ class Acceptance:
             before = is_right
 
 
-def is_promised(request: Request, readers: Set[str], if_right: bool) -> bool:
-    """Whether its prediction has yet to be tried: the user's word counts more than what was learned elsewhere.
+def is_promised(request: Request, readers: Set[str], in_debt: bool) -> bool:
+    """Whether drafts of its prediction are made whatever was learned elsewhere: the user's word counts more.
 
-    readers: drafters that read it. if_right: also while at least every second token of the answer was right in it.
+    readers: drafters that read it. Once at the beginning; where drafts have lost too much (`in_debt`), also while most
+    of it was right. What was right fades, so that it is compared with 64 tokens at most.
     """
     if not request.prediction:
         return False
     right = [request.right_drafts[member][1] for member in readers & request.right_drafts.keys()]
-    return if_right and 2.0 * sum(right) >= request.num_output if right else request.num_output < PROMISED
+    if not right:
+        return request.num_output < PROMISED_WITHIN
+    return in_debt and sum(right) >= 0.4 * min(request.num_output, 64)
 
 
 def _tally(tallies: dict[Any, Tally], key: Any, chance: float) -> Tally:

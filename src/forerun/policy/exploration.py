@@ -4,8 +4,9 @@ Knows: what steps gave, and what plain ones would have given in their time. Does
 estimates.
 
 Estimates may be wrong all at once: a chance believed too high, a cost too low. The account sees only what steps took
-and gave. It earns 1 % of the tokens and what drafting really gains, and pays what drafting loses; nothing is drafted
-while it is in debt. What is not expected to pay is tried when the balance covers its price: gains pay for trials.
+and gave. It earns 1 % of the tokens and what drafting really gains, and pays what drafting loses. While it is in debt
+nothing is drafted but what a user predicts, whose losses do not count then: other requests must not wait for them. What
+is not expected to pay is tried when the balance covers its price: gains pay for trials.
 
 It counts tokens, so that at any load it starts with as many observations: chance alone takes drafting that gains 0.15
 tokens a step, more or less 1, below 0 from 4 tokens in 30 % of all cases, from 8 in 9 % (gambler's ruin).
@@ -64,10 +65,12 @@ class Exploration:
             self._until_plain -= 1
         elif self.wants_plain:
             self._plain_every = self._until_plain = min(2 * self._plain_every, PLAIN_EVERY)
-        self._owed += reading
+        was_in_debt = not self.may_draft
+        self._owed += 0.0 if was_in_debt else reading
         paid = self._owed / SPREAD
         self._owed -= paid
         self.balance += SHARE * spent - paid
         if drafted:
-            self.balance += num_tokens - min(spent, MAX_JUMP * num_tokens)
+            gained = num_tokens - min(spent, MAX_JUMP * num_tokens)
+            self.balance += max(gained, 0.0) if was_in_debt else gained  # in debt only predictions are tried
         self.balance = min(self.balance, MOST)

@@ -108,8 +108,9 @@ class AdaptivePolicy:
     adapted: WeakKeyDictionary[object, Acceptance] = field(default_factory=WeakKeyDictionary)  # by requests' adapter
     exploration: Exploration = field(default_factory=Exploration)
     usual_output: float = USUAL_OUTPUT
-    # lately: the steps' time in plain steps, and the tokens a request they gave
-    speedup: Tally = field(default_factory=partial(Tally, PRIOR, PRIOR))
+    speedup: Tally = field(
+        default_factory=partial(Tally, PRIOR, PRIOR)
+    )  # lately: time in plain steps, tokens a request
     readers: frozenset[str] = frozenset()  # members that read a request's prediction
     trial: str | None = None  # the member that is tried
     _gained_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by member that was asked
@@ -123,11 +124,11 @@ class AdaptivePolicy:
     # -- queries ------------------------------------------------------------------------------------------------
 
     def plan(self, requests: Sequence[Request]) -> StepPlan:
-        """Nobody drafts while the policy rests, drafts have lost too much, or a plain step is to be measured."""
+        """Nobody drafts while the policy rests, drafts lost too much, or a plain step is due; but see `is_promised`."""
         rests = self._rest_left > 0 and all(request.num_output > 0 for request in requests)
         knows_plain = self.costs.knows_plain and not self.exploration.wants_plain
         is_open = not rests and self.exploration.may_draft and knows_plain
-        return AdaptivePlan(self, max(len(requests), 1), is_open)
+        return AdaptivePlan(self, max(len(requests), 1), is_open, knows_plain)
 
     def wants(self, member: str, draft: Draft) -> bool:
         """Whether drafts of the member would pay for this request alone."""
@@ -286,6 +287,7 @@ class AdaptivePlan:
     policy: AdaptivePolicy
     num_requests: int
     is_open: bool  # somebody may be asked
+    knows_plain: bool = True  # what plain steps take
 
     @property
     def speed(self) -> float:
@@ -320,8 +322,7 @@ class AdaptivePlan:
         return sizes
 
     def _is_promised(self, request: Request) -> bool:
-        in_debt = not self.policy.exploration.may_draft
-        return self.policy.costs.knows_plain and is_promised(request, self.policy.readers, in_debt)
+        return self.knows_plain and is_promised(request, self.policy.readers, not self.policy.exploration.may_draft)
 
     def _promise(self, member: str, drafts: Sequence[Draft], index: int) -> tuple[float, float]:
         """The less there is to read the better, then the likelier."""
@@ -377,8 +378,7 @@ class AdaptivePlan:
         """What a level must promise: what it and a row cost, in tokens of plain passes."""
         if not self._may_choose:
             return 0.0
-        n, costs = self.num_requests, self.policy.costs
-        most = self.policy.max_nodes
+        n, costs, most = self.num_requests, self.policy.costs, self.policy.max_nodes
         row_s = max(costs.step_s(n + most) - costs.step_s(n + 1), 0.0) / max(most - 1, 1)
         return min(self.speed / n * (costs.calls[member].level_s + row_s), 1.0)
 
@@ -394,5 +394,7 @@ class AdaptivePlan:
             [draft.survival for draft in drafts], self.num_requests, self.policy.costs.step_s, self.speed
         )
         for draft, nodes in zip(drafts, kept, strict=True):
-            if len(nodes) < len(draft.tree) and not self._is_promised(draft.request):
-                draft.keep(nodes)
+            readers = self.policy.readers if self._is_promised(draft.request) else ()
+            kept_too = sorted({*nodes}.union(*(each.nodes for each in draft.proposals if each.member in readers)))
+            if len(kept_too) < len(draft.tree):
+                draft.keep(kept_too)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forerun.core import Request
+from forerun.policy.acceptance import is_promised
 from forerun.speculation.draft import Draft
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def why_plain(policy: AdaptivePolicy, request: Request) -> str | None:
     """No member's drafts are right often enough for what they cost: how often they are, member by member."""
-    if not policy.exploration.may_draft:
+    if not policy.exploration.may_draft and not is_promised(request, policy.readers, in_debt=True):
         return "drafts have cost more than they gained lately; they go on once 1% of the time has paid for that"
     draft, members = Draft(request, policy.max_nodes), sorted(policy.costs.calls)
     if any(policy.wants(member, draft) for member in members):

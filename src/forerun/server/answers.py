@@ -79,15 +79,15 @@ class Account:
         """Figures of speculation and caching."""
         stats = self._stats
         num_steps, num_tokens = sum(s.num_steps for s in stats), self._num_written
-        drafters = _drafters(stats)
+        drafters, length = _drafters(stats), num_tokens / num_steps if num_steps else 0.0
         drafted = sum(count["drafted"] for count in drafters.values())
         speedups = [each.estimated_speedup for each in stats if each.estimated_speedup is not None]
         return {
             "accepted_tokens": sum(count["accepted"] for count in drafters.values()),
             "drafted_tokens": drafted,
             "num_steps": num_steps,
-            "acceptance_length": round(num_tokens / num_steps, 4) if num_steps else 0.0,
-            "estimated_speedup": round(sum(speedups) / len(speedups), 4) if speedups else None,
+            "acceptance_length": round(length, 4),
+            "estimated_speedup": round(min(sum(speedups) / len(speedups), max(length, 1.0)), 4) if speedups else None,
             "cached_prompt_tokens": sum(s.num_cached_tokens for s in stats),
             "drafters": drafters,
             "seeds": [seed for seed in self._seeds if seed is not None],

@@ -105,7 +105,7 @@ def as_api_error(error: Exception, constrained: bool = False) -> ApiError:
 
 
 def validation_error(error: RequestValidationError | ValidationError) -> ApiError:
-    """The first thing that is wrong with a body, and where."""
+    """What is wrong with the first wrong field of a body, and where."""
     if isinstance(error, ValidationError) and error.error_count() > MAX_ERRORS:  # pydantic cannot give only the first
         return ApiError(400, f"{error.error_count()} fields of the body are wrong", code="invalid_type")
     found = [([str(part) for part in one["loc"] if part != "body"], one) for one in error.errors()]

@@ -44,7 +44,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapp
     if not messages:
         raise PromptError("the conversation is empty; give at least one message with 'role' and 'content'")
     for message in messages:
-        if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & message.keys():
+        if not isinstance(message, Mapping) or "role" not in message or len(message) < 2:
             raise PromptError(
                 'a conversation is a list of messages such as {"role": "user", "content": "Hello!"}, '
                 f"not of {message!r:.80}"
