@@ -290,9 +290,8 @@ def _each(given: Any, kinds: type | tuple[type, ...], num: int, what: str) -> li
         return [given] * num
     allowed = kinds if isinstance(kinds, tuple) else (kinds,)
     names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
-    for one in [given] if isinstance(given, str | Mapping) or not isinstance(given, Sequence) else given:
-        if not isinstance(one, kinds):
-            raise SamplingError(f"{what} are {names}, or a list of these, not {type(one).__name__} ({one!r:.60})")
+    if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
+        raise SamplingError(f"{what} are {names}, or a list of these, not {type(given).__name__} ({given!r:.60})")
     if len(given) != num:
         raise SamplingError(f"{len(given)} {what} were given for {num} prompts: give one, or one each")
     return list(given)

@@ -58,7 +58,7 @@ def inner(made: Engine) -> TranslatedDrafter:
 def says(llm: LLM, **params: Any) -> list[RequestOutput]:
     chat = "<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n"
     prompts = [*(prompt for prompt in mini.PROMPTS if prompt != "A"), "\n\n\t  x", chat, *STRANGE]
-    sampling = [SamplingParams(seed=seed, max_tokens=24, **params) for seed in range(len(prompts))]
+    sampling = [SamplingParams(seed=seed, max_tokens=32, **params) for seed in range(len(prompts))]
     return llm.generate(prompts, sampling)
 
 

@@ -46,8 +46,8 @@ def test_plain_decoding_says_so() -> None:
         assert (stats.num_plain_steps, stats.why_plain) == (stats.num_steps, reason)
 
 
-@pytest.mark.parametrize("accepted,most", [(0, 1.0), (8, 3.0)])
-def test_no_estimate_is_above_the_tokens_of_a_step(accepted: int, most: float) -> None:
+@pytest.mark.parametrize("accepted,most", [(0, 1.0), (8, 2.6)])
+def test_no_estimate_is_above_the_tokens_a_pass(accepted: int, most: float) -> None:
     """No step is quicker than a plain one: plain ones were timed while something else ran."""
     stats = RequestStats(num_steps=5, num_tokens=5 + accepted, step_s=1.0, plain_s=9.0)
     stats.trees.drafted, stats.trees.accepted = 10, accepted

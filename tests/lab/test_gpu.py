@@ -124,7 +124,7 @@ def test_engines_and_their_peers_on_the_kernels_there_are(tmp_path: Path) -> Non
     if kernels.name == "reference":
         pytest.skip("without kernels it takes minutes")
     sizes = BenchSizes(("llama-3.2-1b",), (8,), batches=(2,), prompts=2, peer_prompts=1, runs=1, passes=2,
-                  temperatures=(0.0,), max_tokens=4, max_model_len=256, long_model_len=320)  # fmt: skip
+                  temperatures=(0.0,), max_tokens=8, max_model_len=256, long_model_len=320)  # fmt: skip
     widening, device = WideningProcess(tmp_path), torch.device("cpu")
     bench = Bench(kernels, sizes, tmp_path, "mini", "mini-draft", timer(device), 1e10, False, widening, "auto")
     widening.begin("mini", HEADS, (), device)

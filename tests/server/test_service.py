@@ -245,13 +245,14 @@ def test_a_drafter_that_rests_is_said_to(small: LLM, monkeypatch: pytest.MonkeyP
     made = small.with_drafter("ngram", adaptive=False, ngram_min=1)
     assert isinstance(made.engine.drafter, Portfolio)
     [member] = made.engine.drafter.members
+    asked = body(1, prompt="The cat sat on the mat. The cat sat on the mat. The cat sat on the", temperature=0.0)
     with client_of(made) as client:
-        expected = client.post("/v1/completions", json=body(1)).json()["choices"]
+        expected = client.post("/v1/completions", json=asked).json()["choices"]
         assert client.get("/health").json()["drafters"] == {"ngram": {"errors": 0, "rest_s": 0.0}}
         with monkeypatch.context() as patch:
             patch.setattr(member.drafter, "propose", lambda drafts: 1 / 0)
             for _ in range(4):
-                assert client.post("/v1/completions", json=body(1)).json()["choices"] == expected
+                assert client.post("/v1/completions", json=asked).json()["choices"] == expected
         health = client.get("/health")
         assert health.status_code == 200 and health.json()["status"] == "ok"
         assert health.json()["drafters"]["ngram"]["errors"] == 3
@@ -261,7 +262,7 @@ def test_a_drafter_that_rests_is_said_to(small: LLM, monkeypatch: pytest.MonkeyP
         assert values['forerun_drafter_resting{drafter="ngram"}'] == 1
         over = SimpleNamespace(monotonic=lambda: inf)  # its rest
         monkeypatch.setattr("forerun.drafters.portfolio.time", over)
-        again = client.post("/v1/completions", json=body(1)).json()
+        again = client.post("/v1/completions", json=asked).json()
         assert again["choices"] == expected and again["forerun"]["drafted_tokens"] > 0
         assert values_of(client.get("/metrics").text)['forerun_drafter_resting{drafter="ngram"}'] == 0
 
