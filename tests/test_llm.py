@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,9 @@ def test_a_prompt_fills_the_context_but_for_one_token() -> None:
 
 def test_what_is_no_prompt_conversation_or_parameters_is_said() -> None:
     llm = mini.plain()
+    prompt: Any
+    messages: Any
+    no_params: Any = {"temperature": 0}
     for prompt, said in (
         (5, r"not int \(5\)"),
         (["A", None], "not NoneType"),
@@ -102,16 +106,16 @@ def test_what_is_no_prompt_conversation_or_parameters_is_said() -> None:
         (b"A", "not bytes"),
     ):
         with pytest.raises(PromptError, match=f"a prompt is text or a list of token ids, {said}"):
-            llm.generate(prompt)  # type: ignore[arg-type]
+            llm.generate(prompt)
     with pytest.raises(
         SamplingError, match=r"sampling parameters are SamplingParams, .*not dict \(\{'temperature': 0\}\)"
     ):
-        llm.generate("A", {"temperature": 0})  # type: ignore[arg-type]
+        llm.generate("A", no_params)
     with pytest.raises(SamplingError, match="sampling parameters are SamplingParams, not dict"):
-        llm.stream("A", {"temperature": 0})  # type: ignore[arg-type]
+        llm.stream("A", no_params)
     for messages in ("Hello", {"role": "user", "content": "A"}, [{"role": "user"}], [[{"content": "Hello"}]]):
         with pytest.raises(PromptError, match="a conversation is a list of messages such as"):
-            llm.chat(messages)  # type: ignore[arg-type]
+            llm.chat(messages)
 
 
 @pytest.mark.parametrize(

@@ -16,18 +16,16 @@ from pathlib import Path
 
 from world.grammar import GrammarSample, Wordings, expand, listed
 from world.skills import (
-    CASE,
     COPY,
     CORRECT,
     EXTRACT,
     RENAME,
     REPLACE,
     SORT,
+    cased,
     drawn,
     framed,
     in_a_line,
-    in_case,
-    in_case_words,
     misspelt,
     program,
 )
@@ -153,14 +151,9 @@ def case_drill(rng: random.Random, split: str) -> GrammarSample:
     if rng.random() < 0.25:
         word = rng.choice(words)
         word = word if rng.random() < 0.7 else word.upper()
-        return GrammarSample(
-            "case_drill",
-            ((in_case_words(framed(CASE, rng, split, f'"{word}"', c=case), split, rng), in_case(case, word)),),
-        )
+        return cased("case_drill", case, f'"{word}"', word, rng, split)
     text = _text(rng.sample(words, rng.randint(1, 10)), rng)
-    return GrammarSample(
-        "case_drill", ((in_case_words(framed(CASE, rng, split, text, c=case), split, rng), in_case(case, text)),)
-    )
+    return cased("case_drill", case, text, text, rng, split)
 
 
 def mending_drill(rng: random.Random, split: str) -> GrammarSample:

@@ -20,7 +20,7 @@ from world.facts import (
     opposite_fact,
     rows_of,
 )  # fmt: skip
-from world.grammar import GrammarSample, Wordings, a, capital, expand, listed
+from world.grammar import GrammarSample, Wordings, a, capital, expand, listed, numbered
 from world.words import ALL_WORDS, DAYS, MONTHS, NUMBERS
 
 KIND = "elementary"
@@ -318,9 +318,7 @@ def how_to(rng: random.Random, split: str) -> GrammarSample:
     """Four numbered steps."""
     topic = rng.choice(list(HOW_TO))
     asked = expand(rng.choice(HOW_TO_REQUESTS.of(split)), rng, {"t": topic, "y": topic.replace(" my ", " your ")})
-    return GrammarSample(
-        "how_to", ((asked, "\n".join(f"{i}. {step}" for i, step in enumerate(HOW_TO[topic], start=1))),)
-    )
+    return GrammarSample("how_to", ((asked, numbered(HOW_TO[topic])),))
 
 
 def code(rng: random.Random, split: str) -> GrammarSample:

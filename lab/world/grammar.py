@@ -94,6 +94,11 @@ def a(noun: str) -> str:
     return f"{'an' if vowel else 'a'} {noun}"
 
 
+def numbered(lines: Sequence[str]) -> str:
+    """A line each, with its number."""
+    return "\n".join(f"{number}. {line}" for number, line in enumerate(lines, start=1))
+
+
 def listed(items: Sequence[str], joint: str = "and") -> str:
     """ "a", "a and b", "a, b and c"."""
     if len(items) < 2:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from world.grammar import GrammarSample, Wordings, expand
+from world.grammar import GrammarSample, Wordings, expand, numbered
 from world.words import NUMBERS
 
 EXPLANATIONS: dict[str, tuple[str, ...]] = {
@@ -180,8 +180,7 @@ def advice(rng: random.Random, split: str) -> GrammarSample:
     count = rng.choice((2, 3, 3, 3, 4, 5))
     tips = rng.sample(ADVICE[topic], count)
     names = {"n": NUMBERS[count] if rng.random() < 0.7 else str(count), "t": rng.choice(SHORTENED.get(topic, (topic,)))}
-    answer = "\n".join(f"{i}. {tip}" for i, tip in enumerate(tips, start=1))
-    return GrammarSample("advice", ((expand(rng.choice(TIPS.of(split)), rng, names), answer),))
+    return GrammarSample("advice", ((expand(rng.choice(TIPS.of(split)), rng, names), numbered(tips)),))
 
 
 def joke(rng: random.Random, split: str) -> GrammarSample:

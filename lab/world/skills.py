@@ -528,24 +528,17 @@ def changing_case(rng: random.Random, split: str) -> GrammarSample:
     """A line in capital or small letters."""
     line = _sentence(rng)
     case = rng.choice(("capital", "small"))
-    return GrammarSample(
-        "edits", ((in_case_words(framed(CASE, rng, split, line, c=case), split, rng), in_case(case, line)),)
-    )
+    return cased("edits", case, line, line, rng, split)
 
 
-def in_case_words(asked: str, split: str, rng: random.Random) -> str:
-    """The request, sometimes with another name for capital or small letters."""
+def cased(kind: str, case: str, shown: str, text: str, rng: random.Random, split: str) -> GrammarSample:
+    """The text in "capital" or "small" letters, which are sometimes asked for by another name; `shown` is asked about."""
+    asked = framed(CASE, rng, split, shown, c=case)
     if split == "train" and rng.random() < 0.4:
-        asked = asked.replace(
-            "capital letters", rng.choice(("upper case", "uppercase", "upper case letters", "capitals"))
-        )
+        upper = rng.choice(("upper case", "uppercase", "upper case letters", "capitals"))
+        asked = asked.replace("capital letters", upper)
         asked = asked.replace("small letters", rng.choice(("lower case", "lowercase", "lower case letters")))
-    return asked
-
-
-def in_case(case: str, text: str) -> str:
-    """The text in "capital" or "small" letters."""
-    return text.upper() if case == "capital" else text.lower()
+    return GrammarSample(kind, ((asked, text.upper() if case == "capital" else text.lower()),))
 
 
 def program(

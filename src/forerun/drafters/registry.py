@@ -67,9 +67,8 @@ def check(options: DrafterConfig) -> None:
         where = "give --draft-model a folder, a hub id or an embedded name"
         raise ConfigError(f"drafter {options.name!r} needs {spec.model}: {where}")
     for field, were in _GIVEN.items():
-        if getattr(options, field) and field not in spec.options:
+        if (got := getattr(options, field)) and field not in spec.options:
             takers = ", ".join(name for name, other in all_specs().items() if field in other.options)
-            got = getattr(options, field)
             raise ConfigError(
                 f"{were} given but the drafter is {options.name!r}: choose one of {takers}; got {got!r:.80}"
             )

@@ -108,9 +108,8 @@ class AdaptivePolicy:
     adapted: WeakKeyDictionary[object, Acceptance] = field(default_factory=WeakKeyDictionary)  # by requests' adapter
     exploration: Exploration = field(default_factory=Exploration)
     usual_output: float = USUAL_OUTPUT
-    speedup: Tally = field(
-        default_factory=partial(Tally, PRIOR, PRIOR)
-    )  # lately: time in plain steps, tokens a request
+    # lately: the steps' time in plain steps, and the tokens a request they gave
+    speedup: Tally = field(default_factory=partial(Tally, PRIOR, PRIOR))
     readers: frozenset[str] = frozenset()  # members that read a request's prediction
     trial: str | None = None  # the member that is tried
     _gained_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by member that was asked
@@ -395,6 +394,6 @@ class AdaptivePlan:
         )
         for draft, nodes in zip(drafts, kept, strict=True):
             readers = self.policy.readers if self._is_promised(draft.request) else ()
-            kept_too = sorted({*nodes}.union(*(each.nodes for each in draft.proposals if each.member in readers)))
-            if len(kept_too) < len(draft.tree):
-                draft.keep(kept_too)
+            wanted = sorted({*nodes}.union(*(each.nodes for each in draft.proposals if each.member in readers)))
+            if len(wanted) < len(draft.tree):
+                draft.keep(wanted)

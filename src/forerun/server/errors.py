@@ -118,9 +118,8 @@ def validation_error(error: RequestValidationError | ValidationError) -> ApiErro
     return ApiError(400, f"{path}: {first['msg']}; got {shown(first.get('input'))}", param=field, code="invalid_type")
 
 
-_FORM = re.compile(
-    r"[A-Z]\w*$|\w+\["
-)  # pydantic's name of one of several forms: SpeculationChoice, literal['auto','off']
+# What pydantic calls one of several forms of a field: SpeculationChoice, literal['auto','off'].
+_FORM = re.compile(r"[A-Z]\w*$|\w+\[")
 
 
 def shown(value: Any) -> str:
