@@ -161,7 +161,7 @@ def _drafter(
         model=model,
         folder=folder,
         kernels=kernels,
-        grower=TreeGrower(kernels, coupled=config.verification == "coupled"),
+        grower=TreeGrower(kernels, config.verification == "coupled", model.vocab_size),
         block_size=config.block_size,
         max_rows=config.max_num_batched_tokens,
         load_draft=load_draft,

@@ -14,8 +14,8 @@ ForerunError
 │   ├── QueueFullError     more requests are waiting than the engine was told to accept
 │   ├── DeadlineError      the request was not finished in the time it had
 │   └── LogitsError        the model produced NaN or infinity, or no token is allowed
-│       └── GrammarError   a grammar cannot say in time which tokens are allowed
-├── ResourceError          the machine has too little memory (or no such device)
+│       └── GrammarError   a grammar fails, or cannot say in time which tokens are allowed
+├── ResourceError          the machine has too little memory or room, no such device, or starts no more threads
 ├── DrafterError           a drafter proposed what cannot be verified; its requests go on without it
 ├── KernelError            a kernel backend was asked for that is not available here
 ├── RankLost               another process of the model died or does not answer
@@ -89,11 +89,11 @@ class LogitsError(RequestError):
 
 
 class GrammarError(LogitsError):
-    """A grammar cannot say in time which tokens are allowed."""
+    """A grammar fails, or cannot say in time which tokens are allowed."""
 
 
 class ResourceError(ForerunError):
-    """The machine has too little memory for what was asked, or lacks the device."""
+    """The machine has too little memory or room for what was asked, lacks the device, or starts no more threads."""
 
 
 class DrafterError(ForerunError):

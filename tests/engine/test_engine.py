@@ -96,6 +96,22 @@ def test_nan_ends_one_request_and_no_other(drafter: str, verification: str) -> N
     assert outs[1].token_ids == (7, 8, 9)
 
 
+@pytest.mark.parametrize("drafter", ["none", "draft", "draft-tree"])
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("params", [{}, {"repetition_penalty": 1.0001}])
+def test_an_error_below_accepted_drafts_costs_no_tokens(
+    drafter: str, verification: str, params: dict[str, float]
+) -> None:
+    """The draft model has no NaN, so it drafts the token after which the target has one, and others behind it."""
+    for stops, reason in (((), "error"), ((9,), "stop")):
+        made = harness.engine(drafter, model=Scripted(poison=9), draft=Scripted(), verification=verification)
+        group = harness.request(0, [0], greedy(max_tokens=20, stop_token_ids=stops, **params))
+        harness.run(made, [group])
+        out = group.output().outputs[0]
+        assert out.token_ids == tuple(range(1, 10)) and out.finish_reason == reason
+        assert drafter == "none" or out.stats.num_steps < 9
+
+
 def test_no_token_allowed_is_an_error_of_its_request() -> None:
     class Nothing:
         def allowed(self, output_token_ids):  # type: ignore[no-untyped-def]

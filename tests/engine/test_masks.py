@@ -105,6 +105,76 @@ def test_who_gets_no_mask_fails_alone(drafter: str, verification: str) -> None:
     assert same_name.waited_s > 0.0, "who failed is forgotten: another request of its name is waited for"
 
 
+class Dies(Parity):
+    """A mask whose process dies after it was asked so many times: what had arrived may or may not be told."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
+        self._left -= 1
+        if self._left < 0:
+            raise GrammarError("it has died")
+        return True
+
+    def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int]:
+        if self._left <= 0:
+            raise GrammarError("it has died")
+        return super().allowed(output_token_ids)
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft", "draft-tree"])
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_a_mask_that_dies_at_any_moment_ends_its_request_alone(drafter: str, verification: str) -> None:
+    for left in range(1, 40):
+        groups = [request(0, None), request(1, Dies(left)), request(2, Parity())]
+        made = harness.engine(drafter, model=ToyModel(), verification=verification)
+        harness.run(made, groups)
+        reasons = [group.output().outputs[0].finish_reason for group in groups]
+        assert reasons == ["length", "error", "length"] or (left > 20 and reasons[1] == "length")
+        assert not any(health.num_errors for health in made.drafter.health.values())
+
+
+class Broken(Parity):
+    """A mask of the user's that says, or raises, this after four tokens."""
+
+    def __init__(self, said: object) -> None:
+        self._said = said
+
+    def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int]:
+        if len(output_token_ids) < 4:
+            return super().allowed(output_token_ids)
+        if isinstance(self._said, Exception):
+            raise self._said
+        return self._said  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("drafter", ["none", "draft", "draft-tree"])
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("said", [KeyError("x"), [-1], [VOCAB], ["a"], 7])
+def test_a_users_grammar_that_fails_ends_its_request_alone(drafter: str, verification: str, said: object) -> None:
+    groups = [request(0, None), request(1, Broken(said))]
+    made = harness.engine(drafter, model=ToyModel(), verification=verification)
+    harness.run(made, groups)
+    outs = [group.output().outputs[0] for group in groups]
+    assert [out.finish_reason for out in outs] == ["length", "error"]
+    assert isinstance(outs[1].error, GrammarError) and len(outs[1].token_ids) == 4
+
+
+class Unready(Parity):
+    """A user's mask that does not know when it is ready."""
+
+    def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
+        raise KeyError("x")
+
+
+def test_a_users_grammar_that_is_never_ready_ends_its_request_alone() -> None:
+    groups = [request(0, None), request(1, Unready())]
+    harness.run(harness.engine("draft", model=ToyModel()), groups)
+    outs = [group.output().outputs[0] for group in groups]
+    assert [out.finish_reason for out in outs] == ["length", "error"] and isinstance(outs[1].error, GrammarError)
+
+
 def test_nobody_waits_for_anothers_mask() -> None:
     slow, quick = request(0, Late(0, most=0, first=500)), request(1, None)
     made = harness.engine("ngram", model=ToyModel())
@@ -132,6 +202,30 @@ class Slow(Parity):
             return True
         self.waited_s += wait_s
         return False
+
+
+@pytest.mark.parametrize("drafter", ["draft", "draft-tree"])
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+def test_masks_of_drafts_that_are_late_are_done_without(
+    drafter: str, verification: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose masks are late goes on a step later, with what was decided."""
+    slow = Slow()
+    monkeypatch.setattr("forerun.speculation.sampling.perf_counter", lambda: slow.waited_s)
+    early = list[int]()
+
+    def allowed(output_token_ids: Sequence[int]) -> Sequence[int]:
+        assert slow.request is not None
+        early.extend([len(output_token_ids)] if len(output_token_ids) > slow.request.num_output else [])
+        return Parity.allowed(slow, output_token_ids)
+
+    monkeypatch.setattr(slow, "allowed", allowed)
+    group = request(1, slow)
+    slow.request = group.samples[0].request
+    harness.run(harness.engine(drafter, model=ToyModel(), verification=verification), [group])
+    tokens = group.output().outputs[0].token_ids
+    assert len(tokens) == 24 and all(token % 2 == i % 2 for i, token in enumerate(tokens))
+    assert not early, "a mask that had not arrived was asked for what it allows"
 
 
 @pytest.mark.parametrize("drafter", ["draft", "draft-tree"])

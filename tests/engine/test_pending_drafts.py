@@ -24,7 +24,7 @@ from forerun.models.medusa_heads import load_medusa
 from forerun.models.walk import walk_of
 from forerun.policy.acceptance import Acceptance
 from forerun.runtime.rows import RowRunner
-from forerun.speculation.draft import Draft, PendingDrafts, PendingRows, Proposal
+from forerun.speculation.draft import PendingDrafts, PendingRows, Proposal
 from forerun.speculation.verifier import CoupledVerifier
 from tests.drafters import test_medusa, test_mtp
 from tests.models import factory
@@ -197,14 +197,6 @@ def test_requests_whose_logits_are_shaped_are_read_first(num_pending: list[int])
     groups = tiny.groups(2, temperature=1.0, max_tokens=6, top_k=5)
     assert tiny.run(with_draft(3), groups)[0] == tiny.plain(tiny.target(LAYERS), groups)
     assert num_pending == []
-
-
-def test_tokens_of_a_longer_vocabulary_are_fed_as_the_last_of_the_targets() -> None:
-    draft = Draft(Request("r", (1, 2), SamplingParams(), seed=3), 4, may_be_pending=True)
-    tokens = torch.tensor([[6, 9, -1]])
-    pending = PendingDrafts([draft], tokens, lambda _: None, tokens, tokens, tokens)
-    rows = pending.rows([(draft, 5)], vocab_size=8)
-    assert rows.rows.tolist() == [6, 7, 8] and rows.token_ids.tolist() == [6, 7, 0]
 
 
 LIMITS: list[dict[str, int]] = [{}, {"max_num_batched_tokens": 19, "max_num_prefill_tokens": 5}, {"num_kv_blocks": 30}]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from forerun.core import RequestOutput, SamplingParams
+from forerun.engine import logprobs
 from tests.support import harness
 from tests.support.toy import ToyModel
 
@@ -60,3 +61,19 @@ def test_samples_of_a_prompt_read_it_once_whatever_is_asked_of_it() -> None:
     assert [sample.token_ids for sample in out.outputs] == [sample.token_ids for sample in plain.outputs]
     assert out.prompt_logprobs is not None and None not in out.prompt_logprobs[1:]
     assert len(out.prompt_logprobs) == 4 * len(PROMPT) and plain.prompt_logprobs is None
+
+
+@pytest.mark.parametrize("num", [0, 1, 5, 20, 400])
+def test_the_best_are_those_of_a_sorted_row(num: int) -> None:
+    """Ties, minus infinity and NaN included, without sorting the row."""
+    generator = torch.Generator().manual_seed(3)
+    for number in range(30):
+        row = torch.randint(0, 12, (400,), generator=generator).double()
+        row[torch.rand(400, generator=generator) < 0.3] = -torch.inf
+        if number % 10 == 9:
+            row[7] = torch.nan
+        values, ids = torch.sort(row, descending=True, stable=True)
+        best = logprobs._best(row, num)
+        assert [entry.token_id for entry in best] == ids[:num].tolist()
+        assert torch.equal(torch.tensor([e.logprob for e in best]).double().nan_to_num(), values[:num].nan_to_num())
+        assert [entry.rank for entry in best] == list(range(1, min(num, 400) + 1))

@@ -68,12 +68,12 @@ def test_self_check_notices_a_biased_verifier(monkeypatch: pytest.MonkeyPatch) -
     """A verifier that always accepts one token is wrong; the check must see it."""
     verify_one = RejectionVerifier._verify_one
 
-    def biased(self, logits, candidate):  # type: ignore[no-untyped-def]
+    def biased(self, logits, candidate, give_up_s):  # type: ignore[no-untyped-def]
         if len(candidate.draft.tree) > 1 and candidate.draft.tree.tokens[1] == 0:
             from forerun.speculation.verify import Choice
 
             return Choice((0, 1), 0)
-        return verify_one(self, logits, candidate)
+        return verify_one(self, logits, candidate, give_up_s)
 
     monkeypatch.setattr(RejectionVerifier, "_verify_one", biased)
     assert not all(check.passed for check in check_rejection(harness.kernels(), num_samples=600))

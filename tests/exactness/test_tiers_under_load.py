@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from concurrent.futures import wait
 from pathlib import Path
 from threading import Event
 from time import perf_counter, sleep
@@ -51,6 +52,37 @@ def test_others_begin_while_nobody_runs(checkpoint: Path, tmp_path: Path) -> Non
     release.set()
     assert harness.run(second, []) == [] and [[s.request.output_token_ids for s in late.samples]] == truth
     assert cached([late])[0] >= 25
+
+
+def test_what_was_read_is_placed_before_anybody_begins(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It overwrites free blocks, and one of these may be what a request that has begun in the same step copies from."""
+    first, [wanted, other] = engine(checkpoint, tmp_path), asked(2, tail=0, lengths=(30,))
+    truth = harness.run(first, [harness.fresh(wanted)])
+    tiers(first).spill.flush()
+    made, late, release, events = engine(checkpoint, tmp_path), harness.fresh(wanted), Event(), list[str]()
+    lower, scheduler = tiers(made), made.scheduler
+    lower.spill._reader.submit(release.wait, 60)
+    made.add(late)
+    made.step()
+    start, fill, schedule = scheduler._start, lower.spill.fill, scheduler.schedule
+
+    def starts(*given: Any) -> bool:
+        begun = start(*given)
+        events.append("start")
+        release.set()
+        wait([reading.loaded for reading in lower._readings.values()])
+        return begun
+
+    monkeypatch.setattr(scheduler, "_start", starts)
+    monkeypatch.setattr(scheduler, "schedule", lambda *given: (events.append("step"), schedule(*given))[1])
+    monkeypatch.setattr(lower.spill, "fill", lambda *given: (events.append("fill"), fill(*given))[1])
+    other.samples[0].request.cache_salt, other.samples[0].request.priority = "other", -1
+    made.add(other)
+    harness.run(made, [])
+    assert events[:5] == ["step", "start", "step", "fill", "start"], "read while another began, placed a step later"
+    assert [[s.request.output_token_ids for s in late.samples]] == truth and cached([late])[0] >= 25
 
 
 def test_a_waiting_request_looks_for_files_now_and_then(
@@ -203,10 +235,12 @@ def test_what_could_not_wait_or_was_lost_is_handed_over_all_the_same(
     llm = LLM(str(path), max_num_seqs=3, block_size=4, threads=1, kv_disk=str(tmp_path / "kv"))
     lower = tiers(llm.engine)
     monkeypatch.setattr(spilled, "MAX_UNWRITTEN", 2 * lower.spill.block_bytes + lower.spill.state_bytes)
-    group = harness.request(0, PREFIX[:21], SamplingParams(max_tokens=1, ignore_eos=True), 64)
+    group, release = harness.request(0, PREFIX[:21], SamplingParams(max_tokens=1, ignore_eos=True), 64), Event()
+    lower.spill._writer.submit(release.wait, 60)  # else it may write what could wait before the rest comes
     harness.run(llm.engine, [group])
     request = group.samples[0].request
     wanted = lower._keys(request)
+    release.set()
     assert len(wanted) == 5 and lower.spill.lacking(wanted)
     lower.hand_over([request])
     assert request.error is None and not lower.spill.lacking(wanted)

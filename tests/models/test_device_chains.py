@@ -183,6 +183,8 @@ def test_a_chain_is_one_wait_for_the_device(coupled: bool, tmp_path: Path, monke
     with as_on_a_gpu():
         drafter.attach((), kvs)
     drafts = [Draft(request, 6) for request in of_models.requests(0.0, 6)]
+    for draft in drafts:
+        draft.request.token_ids[:] = [token % model.vocab_size for token in draft.request.token_ids]
     drafter.propose(drafts)
     assert [list(draft.tree.tokens[1:]) for draft in drafts] == [[7] * 5] * 4
     assert [tuple(tensor.shape) for tensor in waits] == [(4, 4, 8)] and waits[0].device == test_device.META

@@ -71,3 +71,27 @@ def test_under_the_rejection_rule_rank_alone_counts() -> None:
     first, second = (drawn(torch.randn(VOCAB, generator=generator), 1.0, coupled=False) for _ in range(2))
     assert first.tree.tokens != second.tree.tokens and first.survival == second.survival
     assert first.tree.proposal(ROOT) is not None
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.1, 0.01, 1e-5])
+def test_no_child_is_drawn_that_its_distribution_excludes(temperature: float) -> None:
+    """At low temperatures q underflows to zero beside its best token: a second child would be no draw from it."""
+    logits = torch.zeros(VOCAB)
+    logits[7], logits[8] = 12.0, 4.0
+    for seed in range(20):
+        draft = drawn(logits, temperature, coupled=False, seed=seed)
+        q = draft.tree.proposal(ROOT)
+        assert q is not None and draft.tree.tokens[1:]
+        assert all(float(q[token]) > 0.0 for token in draft.tree.tokens[1:])
+
+
+@pytest.mark.parametrize("columns", [VOCAB - 5, VOCAB + 5])
+def test_ranks_are_of_the_targets_tokens(columns: int) -> None:
+    """Of a drafter whose output layer is padded to another number of rows."""
+    request, logits = Request("r", (4, 5, 6), SamplingParams(), seed=5), torch.zeros(1, 2, columns)
+    logits[:, :, -1] = 30.0
+    grower = TreeGrower(select_kernels("reference"), True, VOCAB)
+    ids, scores = grower.rank_depths([request], logits, VOCAB + 9)
+    assert ids.shape == (1, 2, VOCAB) and set(ids.flatten().tolist()) <= {*range(VOCAB), -1}
+    missing = list(range(columns, VOCAB))
+    assert not torch.isin(ids[scores > -math.inf], torch.tensor(missing or [-1])).any()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from random import Random
 
 import pytest
 import torch
 from torch import Tensor
 
+from forerun.errors import LogitsError
 from forerun.speculation import verify
 from forerun.speculation.tree import ROOT, DraftTree
 
@@ -37,7 +39,7 @@ class Coins:
 
 
 class Coin:
-    """Stands for u in `u <= h` and `u * q <= p`."""
+    """Stands for u in `u < h` and `u * q < p`."""
 
     def __init__(self, coins: Coins, factor: float = 1.0) -> None:
         self.coins = coins
@@ -46,7 +48,7 @@ class Coin:
     def __mul__(self, factor: float) -> Coin:
         return Coin(self.coins, self.factor * factor)
 
-    def __le__(self, bound: float) -> bool:
+    def __lt__(self, bound: float) -> bool:
         return self.coins.decide(bound / self.factor)
 
 
@@ -115,20 +117,33 @@ def grow_all(q: dict[Text, Tensor], widths: tuple[int, ...], random: bool) -> It
 
 
 def law_of(
-    rule, p: dict[Text, Tensor], q: dict[Text, Tensor], widths: tuple[int, ...], random: bool
-) -> dict[Text, float]:  # type: ignore[no-untyped-def]
-    """The exact law of the first len(widths)+1 tokens when the rule's output is continued by plain decoding."""
+    rule, p: dict[Text, Tensor], q: dict[Text, Tensor], widths: tuple[int, ...], random: bool,
+    unusable: frozenset[Text] = frozenset(),
+) -> dict[Text, float]:  # type: ignore[no-untyped-def]  # fmt: skip
+    """The exact law of the first len(widths)+1 tokens when the rule's output is continued by plain decoding.
+
+    `unusable`: prefixes after which the rule is not told p, as if the logits were NaN or a mask late.
+    """
     length = len(widths) + 1
     law: dict[Text, float] = defaultdict(float)
     for tree, drawn in grow_all(q, widths, random):
         last: list[tuple[tuple[int, ...], Tensor]] = []
 
         def run(coins: Coins, tree: DraftTree = tree, last: list[tuple[tuple[int, ...], Tensor]] = last) -> None:
+            def target(node: int) -> Tensor:
+                prefix = tuple(tree.path_tokens(node))
+                if prefix in unusable:
+                    raise LogitsError("no distribution")
+                return p[prefix]
+
             def draw(left: Tensor, node: int) -> int:
                 last.append((tuple(tree.path_tokens(node)), left / left.sum()))
                 return -1
 
-            rule(tree, lambda node: p[tuple(tree.path_tokens(node))], coins.accept, draw)
+            choice = rule(tree, target, coins.accept, draw)
+            if choice.token >= 0:  # it ended with a draft
+                only = torch.nn.functional.one_hot(torch.tensor(choice.token), V).double()
+                last.append((tuple(tree.path_tokens(choice.nodes[-1])), only))
 
         for coins in branches(run):
             accepted, weights = last.pop()
@@ -183,6 +198,29 @@ def test_output_law_is_the_targets(name, rule, widths, random, seed) -> None:  #
     assert largest_difference(law, target_law(p, len(widths) + 1)) < 1e-12
 
 
+@pytest.mark.parametrize(("name", "rule", "widths"), CASES)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_law_holds_where_distributions_cannot_be_had(name, rule, widths, seed) -> None:  # type: ignore[no-untyped-def]
+    """NaN, a grammar that fails, a mask that is late: below the root the step ends earlier, with the same law."""
+    p, q = table(seed, 4), table(seed + 100, 4, sharpness=2.0)
+    drafted = [prefix for prefix in p if prefix]
+    unusable = frozenset(Random(seed).sample(drafted, len(drafted) // 2))
+    law = law_of(rule, p, q, widths, True, unusable)
+    assert largest_difference(law, target_law(p, len(widths) + 1)) < 1e-12
+    with pytest.raises(LogitsError):
+        law_of(rule, p, q, widths, True, frozenset({()}))
+
+
+@pytest.mark.parametrize("rule", [verify.verify_chain_token, verify.verify_chain_block, verify.verify_tree])
+def test_what_the_target_excludes_is_never_accepted(rule) -> None:  # type: ignore[no-untyped-def]
+    """Not with the smallest of uniform numbers, nor where q has underflowed to zero, too."""
+    tree, q = DraftTree(0), torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    tree.draw_children(ROOT, (0, 1) if rule is verify.verify_tree else (0,), q, "t")
+    only = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+    choice = rule(tree, lambda node: only, lambda node, index: 0.0, lambda left, node: int(left.argmax()))
+    assert choice == verify.Choice((ROOT,), 2)
+
+
 @pytest.mark.parametrize("rule", [verify.verify_chain_token, verify.verify_chain_block, verify.verify_tree])
 def test_equal_draft_and_target(rule) -> None:  # type: ignore[no-untyped-def]
     p = table(3, 4)
@@ -232,7 +270,7 @@ def test_the_enumeration_notices_a_wrong_rule() -> None:
     """Accepting with p instead of p/q is biased, and the enumeration sees it."""
 
     def wrong(tree: DraftTree, target, accept, draw):  # type: ignore[no-untyped-def]
-        if accept(ROOT, 0) <= float(target(ROOT)[tree.tokens[1]]):
+        if accept(ROOT, 0) < float(target(ROOT)[tree.tokens[1]]):
             return verify.Choice((0, 1), draw(target(1), 1))
         return verify.Choice((0,), draw(target(ROOT), ROOT))
 

@@ -40,7 +40,9 @@ def check_installed() -> None:
     """Raise ConfigError where the libraries for events are missing."""
     missing = [name for name in ("zmq", "msgspec") if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"kv_events needs {' and '.join(missing)}: pip install 'forerun[kv-events]'")
+        raise ConfigError(
+            f'kv_events needs {" and ".join(missing)}: pip install ".[kv-events]" in the checkout of forerun'
+        )
 
 
 class KVEvents:

@@ -36,8 +36,11 @@ class LowerTiers(Protocol):
         What is not there is stored once more. Those with blocks that are still not there get an error.
         """
 
+    def take_done(self) -> None:
+        """Put into the tree what has been read. It overwrites free blocks: no request may be about to copy from one."""
+
     def is_reading(self, request: Request) -> bool:
-        """Whether blocks of this waiting request are being read."""
+        """Whether blocks of this waiting request are being read, or have been since the last `take_done`."""
 
     def pause(self) -> None:
         """Nobody runs: wait a moment for what is being read, if anything is."""

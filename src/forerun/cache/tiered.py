@@ -122,7 +122,6 @@ class TieredPrefixes:
 
     def is_reading(self, request: Request) -> bool:
         """See `LowerTiers`."""
-        self._take_done()
         asked = self._asked.get(request.turn)
         reading = None if asked is None else self._readings.get(asked.key)
         if reading is None and (asked is None or perf_counter() >= asked.again_s):
@@ -213,8 +212,8 @@ class TieredPrefixes:
 
     # -- into the pool ------------------------------------------------------------------------------------------
 
-    def _take_done(self) -> None:
-        """Put into the tree what has been read."""
+    def take_done(self) -> None:
+        """See `LowerTiers`."""
         for key in [key for key, reading in self._readings.items() if reading.loaded.done()]:
             reading = self._readings.pop(key)
             if reading.loaded.exception() is None:

@@ -98,8 +98,8 @@ class TokenFollower(Follower):
         return self._num_read.get(request.request_id, 0)
 
     def can_draft(self, request: Request) -> bool:
-        """All tokens are known."""
-        return True
+        """All tokens are known; those to be read must have rows in this model, which may have fewer than the target."""
+        return max(request.token_ids[self.start(request) :]) < self._model.vocab_size
 
     def read(self, request: Request, end: int) -> None:
         """Count them."""

@@ -256,7 +256,7 @@ class Engine:
         pending = pending_of([draft for draft, _ in waiting])
         if pending is None:
             return batch
-        return replace(batch, pending=pending.rows(waiting, self.model.vocab_size))
+        return replace(batch, pending=pending.rows(waiting))
 
     # -- verify, commit -----------------------------------------------------------------------------------------
 
@@ -347,7 +347,7 @@ class Engine:
         token_ids = batch.token_ids if batch.pending is None else batch.token_ids.clone()
         # The host's batch does not hold what was drawn on a device; it has been read since.
         for draft, root_row in roots_of(work) if batch.pending is not None else ():
-            tokens = torch.tensor(draft.rows().tokens).clamp(max=self.model.vocab_size - 1)
+            tokens = torch.tensor(draft.rows().tokens)
             token_ids[root_row : root_row + len(tokens)] = tokens
         reader.observe_logits(token_ids[batch.logit_rows], out.logits, [(e.item.request, e.first_logit) for e in work])
 

@@ -20,9 +20,9 @@ from typing import Final
 
 from forerun.core import Request
 from forerun.drafters.base import EngineDrafter
-from forerun.errors import GrammarError
+from forerun.errors import LogitsError
 from forerun.speculation.draft import Draft
-from forerun.speculation.sampling import WAIT_S, AsyncGrammarMask, give_up_at, mask_ready
+from forerun.speculation.sampling import WAIT_S, AsyncGrammarMask, give_up_at, grammar_ready, mask_ready
 from forerun.speculation.tree import ROOT
 
 GRAMMAR: Final = "grammar"  # who is said to have drafted forced tokens
@@ -38,7 +38,7 @@ class MaskWaits:
 
     def __init__(self) -> None:
         self._late: set[str] = set()  # requests that were left out of a step
-        self._failed: list[tuple[Request, GrammarError]] = []
+        self._failed: list[tuple[Request, LogitsError]] = []
         self._unforced: set[str] = set()  # requests whose grammars could not say what is forced
 
     def begin_step(self, running: Sequence[Request]) -> None:
@@ -64,12 +64,9 @@ class MaskWaits:
             self._ready(late, WAIT_S)
 
     def _ready(self, request: Request, wait_s: float) -> bool:
-        grammar = request.params.grammar
-        if grammar is None or not isinstance(grammar, AsyncGrammarMask):  # isinstance takes 10 us
-            return True
         try:
-            return grammar.ready(request.output_token_ids, wait_s)
-        except GrammarError as error:
+            return grammar_ready(request, request.output_token_ids, wait_s)
+        except LogitsError as error:
             self._failed.append((request, error))
             return False
 

@@ -21,10 +21,12 @@ class SharedPrefixes:
         self._awaited: dict[str, tuple[Request, int]] = {}  # waiting request -> writer, rows they have in common
 
     def begin_step(self, running: Sequence[Request]) -> None:
-        """Update the positions of the running requests."""
+        """Take what lower tiers have read, and update the positions of the running requests."""
         self._writers.clear()
-        if not running and self._cache.lower is not None:
-            self._cache.lower.pause()
+        if self._cache.lower is not None:
+            if not running:
+                self._cache.lower.pause()
+            self._cache.lower.take_done()
         for request in running:
             self.add(request)
 

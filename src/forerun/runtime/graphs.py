@@ -105,7 +105,8 @@ class GraphRunner(EagerRunner):
     def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
         """See `Runner`: all levels as one graph if logits need no shaping but noise, and no tree records q."""
         batch, records = self._batch(roots), any(noise.records)
-        if noise.by_depth is None or self._passes.hidden_layers or (records and width > 1):
+        is_special = noise.must_fit(self._passes.vocab_size) or bool(self._passes.hidden_layers)
+        if noise.by_depth is None or is_special or (records and width > 1):
             return self._draw_levels(batch, features, noise, width)
         if records:
             return noise.recorded(*self._trees.draw_chains(batch, features, noise.by_depth.tensors()))

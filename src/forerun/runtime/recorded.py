@@ -99,7 +99,8 @@ class RecordedRunner(EagerRunner):
     def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
         """See `Runner`: chains in one native call if their logits need no shaping but noise."""
         batch = self._batch(roots)
-        if width > 1 or noise.by_depth is None or self._passes.hidden_layers or not self._serves(batch):
+        is_special = noise.must_fit(self._passes.vocab_size) or bool(self._passes.hidden_layers)
+        if width > 1 or noise.by_depth is None or is_special or not self._serves(batch):
             return self._draw_levels(batch, features, noise, width)
         return self._draw_chains(batch, features, noise, noise.by_depth)
 

@@ -330,13 +330,8 @@ class PendingDrafts:
         """Call this once the drafts have their trees."""
         self._then.append(then)
 
-    def rows(self, firsts: Sequence[tuple[Draft, int]], vocab_size: int) -> PendingRows:
-        """The rows of these drafts' nodes, given the row of each root.
-
-        A draft model may have a longer vocabulary than the target. Its tokens beyond the target's are replaced by the
-        target's last: they are never chosen, but a row without an embedding would compute NaN, and the NaN in its KV
-        would reach other rows through attention weights of zero.
-        """
+    def rows(self, firsts: Sequence[tuple[Draft, int]]) -> PendingRows:
+        """The rows of these drafts' nodes, given the row of each root."""
         width, rows, places = self._columns[0].shape[1], list[int](), list[int]()
         index_of = {id(draft): index for index, draft in enumerate(self.drafts)}
         for draft, first in firsts:
@@ -345,7 +340,7 @@ class PendingDrafts:
             places += range(index * width, index * width + num)
         both = to_device(torch.tensor([rows, places], dtype=torch.int64), self.unread.device)  # [2, n]
         tokens, depths, masks = (column.flatten().index_select(0, both[1]) for column in self._columns)
-        return PendingRows(both[0], tokens.clamp(max=vocab_size - 1), depths, masks)
+        return PendingRows(both[0], tokens, depths, masks)
 
     def finish(self, host: Tensor) -> None:
         """`unread` has been copied to the host: the drafts get their trees."""

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from forerun.core import Request
 from forerun.kernels.chances import rival_log_chances
@@ -60,9 +61,13 @@ class Children(NamedTuple):
 class TreeGrower:
     """Draws children for tree nodes from a drafter's logits."""
 
-    def __init__(self, kernels: Kernels, coupled: bool) -> None:
+    def __init__(self, kernels: Kernels, coupled: bool, vocab_size: int | None = None) -> None:
+        """`vocab_size`: columns of the target's logits; None: as many as a drafter's own. Output layers are padded, so
+        models with the same tokenizer may have different numbers of rows (Qwen2.5-0.5B 151936, -7B 152064).
+        """
         self._kernels = kernels
         self._coupled = coupled
+        self._vocab_size = vocab_size
 
     @property
     def coupled(self) -> bool:
@@ -70,18 +75,31 @@ class TreeGrower:
         return self._coupled
 
     def draw(self, places: Sequence[Place], logits: Tensor, width: int) -> list[Children]:
-        """Draw up to `width` children at every place from logits [num_places, vocab_size]."""
-        shaped, temperatures = _shape(places, logits)
+        """Draw up to `width` children at every place from logits [num_places, columns]."""
+        shaped, temperatures = _shape(places, self.fitted(logits))
         num_ranks = min(max(width, NUM_RIVALS), shaped.shape[1])
         ids, scores = self._kernels.gumbel_topk(shaped, as_temperatures(temperatures), self._keys(places), num_ranks)
         ids, chances = all_to_host(ids, rival_log_chances(scores))
         columns = zip(ids.tolist(), chances.tolist(), shaped, temperatures, strict=True)
         return [self._children(tokens[:width], *of_place) for tokens, *of_place in columns]
 
+    def fitted(self, logits: Tensor) -> Tensor:
+        """Logits of a drafter [R, columns] over the target's tokens: those it has no row for cannot be drawn."""
+        num = logits.shape[1] if self._vocab_size is None else self._vocab_size
+        if num == logits.shape[1]:
+            return logits
+        return pad(logits, (0, num - logits.shape[1]), value=-torch.inf).contiguous()  # a negative pad cuts
+
+    def is_narrower(self, num_columns: int) -> bool:
+        """Whether logits of so many columns name tokens that the target has not."""
+        return self._vocab_size is not None and self._vocab_size < num_columns
+
     def _children(self, tokens: list[int], log_chances: list[float], logits: Tensor, temperature: float) -> Children:
         drawn = [token for token in tokens if token >= 0]
         if self._records(temperature):
-            return Children(drawn, by_rank(len(drawn)), probabilities(ShapedRow(logits, temperature)))
+            q = probabilities(ShapedRow(logits, temperature))
+            drawn = [token for token in drawn if float(q[token]) > 0.0]  # others are no draws from q: it underflowed
+            return Children(drawn, by_rank(len(drawn)), q)
         return Children(drawn, [min(chance, 0.0) for chance in log_chances[: len(drawn)]], None)
 
     def _records(self, temperature: float) -> bool:
@@ -127,7 +145,8 @@ class TreeGrower:
 
     def rank_depths(self, requests: Sequence[Request], logits: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
         """See `TreeNoise.rank_depths`."""
-        num_requests, depths, vocab_size = logits.shape
+        num_requests, depths, _ = logits.shape
+        fitted = self.fitted(logits.flatten(0, 1))  # [R * depths, vocab_size]
         places = [(request, depth) for request in requests for depth in range(depths)]
         keys = noise_keys(
             [request.seed for request, _ in places],
@@ -135,8 +154,8 @@ class TreeGrower:
             [self._stream(request) for request, _ in places],
         )
         heat = as_temperatures([request.params.temperature for request, _ in places])
-        num_ranks = min(num_ranks, vocab_size)
-        ids, scores = self._kernels.gumbel_topk(logits.reshape(-1, vocab_size), heat, keys, num_ranks)
+        num_ranks = min(num_ranks, fitted.shape[1])
+        ids, scores = self._kernels.gumbel_topk(fitted, heat, keys, num_ranks)
         return ids.view(num_requests, depths, num_ranks), scores.view(num_requests, depths, num_ranks)
 
 
@@ -165,6 +184,10 @@ class TreeNoise:
     def draw(self, places: Sequence[Place], logits: Tensor, width: int) -> list[Children]:
         """See `TreeGrower`."""
         return self._grower.draw(places, logits, width)
+
+    def must_fit(self, num_columns: int) -> bool:
+        """Whether logits of so many columns must be cut before tokens are drawn from them."""
+        return self._grower.is_narrower(num_columns)
 
     def can_rank(self, index: int) -> bool:
         """Whether a node's children are the same for all nodes of a tree with the same logits and depth."""
@@ -195,7 +218,8 @@ class TreeNoise:
         for index, chain in enumerate(chains):
             heat, steps = self.requests[index].params.temperature, range(len(chain.tokens))
             if self.records[index]:
-                drawn_from = {step: probabilities(ShapedRow(logits[step, index], heat)) for step in steps}
+                own = self._grower.fitted(logits[:, index])  # [steps, vocab_size]
+                drawn_from = {step: probabilities(ShapedRow(own[step], heat)) for step in steps}
                 survival = list(accumulate(by_rank(1) * len(steps)))
                 chain = chain._replace(log_chances=survival, drawn_from=drawn_from)
             found.append(chain)

@@ -10,6 +10,7 @@ presence penalties; temperature; min-p, top-k, top-p. All arithmetic is float32 
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,9 @@ import torch
 from torch import Tensor
 
 from forerun.core import GrammarMask, Request, SamplingParams, TokenBits
-from forerun.errors import GrammarError
+from forerun.errors import GrammarError, LogitsError
+
+log = logging.getLogger("forerun.engine")
 
 NEG_INF = float("-inf")
 
@@ -67,29 +70,44 @@ def give_up_at() -> float:
     return perf_counter() + WAIT_S
 
 
-def mask_ready(request: Request, path: Sequence[int] = (), give_up_s: float = 0.0) -> bool:
-    """Whether the grammar's mask after the known tokens plus `path` has arrived, waiting until `give_up_s`.
+def grammar_ready(request: Request, output_token_ids: Sequence[int], wait_s: float) -> bool:
+    """Whether the grammar's mask after these tokens has arrived, waiting at most `wait_s`; asks for it if nobody has.
 
-    Asks for it if nobody has. Also false if it will never come; `allowed` then raises the reason.
+    Raises GrammarError if it will never come. A user's grammar may raise anything, which ends its own request alone.
     """
     grammar = request.params.grammar
-    if grammar is None or not isinstance(grammar, AsyncGrammarMask):
+    if grammar is None or not isinstance(grammar, AsyncGrammarMask):  # isinstance takes 10 us
         return True
     try:
-        return grammar.ready([*request.output_token_ids, *path], max(0.0, give_up_s - perf_counter()))
-    except GrammarError:
+        return bool(grammar.ready(output_token_ids, wait_s))
+    except LogitsError:
+        raise
+    except Exception as error:
+        raise _failed(request, error) from error
+
+
+def mask_ready(request: Request, path: Sequence[int] = (), give_up_s: float = 0.0) -> bool:
+    """`grammar_ready` after the known tokens plus `path`, waiting until `give_up_s`; false if it will never come."""
+    if request.params.grammar is None:
+        return True
+    try:
+        return grammar_ready(request, [*request.output_token_ids, *path], max(0.0, give_up_s - perf_counter()))
+    except LogitsError:  # of which `allowed` raises the reason
         return False
 
 
 def shape_draft(logits: Tensor, request: Request, path: Sequence[int], give_up_s: float) -> ShapedRow:
-    """`shape_row` for a row to draw drafts from: a mask that has not arrived by `give_up_s` is left out."""
-    return shape_row(logits, request, path, with_grammar=mask_ready(request, path, give_up_s))
+    """`shape_row` for a row to draw drafts from: a mask that fails, or is not there by `give_up_s`, is left out."""
+    try:
+        return shape_row(logits, request, path, with_grammar=mask_ready(request, path, give_up_s))
+    except GrammarError:  # the request's own affair once its tokens are chosen, no fault of a drafter's
+        return shape_row(logits, request, path, with_grammar=False)
 
 
 def shape_row(logits: Tensor, request: Request, path: Sequence[int], with_grammar: bool = True) -> ShapedRow:
     """Apply the request's parameters to logits [vocab_size] after its known tokens plus `path`.
 
-    The input is left alone.
+    The input is left alone. Raises GrammarError if the request's grammar fails.
     """
     params = request.params
     if is_plain(params):
@@ -98,7 +116,7 @@ def shape_row(logits: Tensor, request: Request, path: Sequence[int], with_gramma
     if _masks(params):
         _apply_masks(row, request, path)
         if params.grammar is not None and with_grammar:
-            _apply_grammar(row, params.grammar.allowed([*request.output_token_ids, *path]))
+            _apply_grammar(row, request, path)
     if _penalizes(params):
         _apply_penalties(row, request, path)
     if params.greedy or not _filters(params):
@@ -149,7 +167,7 @@ def _filters(params: SamplingParams) -> bool:
 def _apply_masks(row: Tensor, request: Request, path: Sequence[int]) -> None:
     params = request.params
     if params.allowed:
-        _allow_only(row, params.allowed)
+        _allow_only(row, _ids(params.allowed, row))
     if params.logit_bias:
         ids, values = params.biases
         row[_ids(ids, row)] += torch.frombuffer(values, dtype=torch.float32).to(row.device)
@@ -159,11 +177,36 @@ def _apply_masks(row: Tensor, request: Request, path: Sequence[int]) -> None:
         _ban(row, _completions(request.token_ids, path, request.bad_word_ids))
 
 
-def _apply_grammar(row: Tensor, allowed: Sequence[int] | TokenBits | None) -> None:
+def _apply_grammar(row: Tensor, request: Request, path: Sequence[int]) -> None:
+    """A user's grammar may fail in any way, or allow what is no token: that must end its own request alone."""
+    grammar = request.params.grammar
+    assert grammar is not None
+    try:
+        allowed = grammar.allowed([*request.output_token_ids, *path])
+        ids = None if allowed is None or isinstance(allowed, TokenBits) else _checked_ids(allowed, row.shape[0])
+    except LogitsError:
+        raise
+    except Exception as error:
+        raise _failed(request, error) from error
     if isinstance(allowed, TokenBits):
         _allow_bits(row, allowed)
-    elif allowed is not None:
-        _allow_only(row, allowed)
+    elif ids is not None:
+        _allow_only(row, ids.to(row.device))
+
+
+def _failed(request: Request, error: Exception) -> GrammarError:
+    log.warning("request %s: its grammar failed", request.request_id, exc_info=error)
+    return GrammarError(f"request {request.request_id}: its grammar failed: {type(error).__name__}: {error}")
+
+
+def _checked_ids(token_ids: Iterable[int], num_tokens: int) -> Tensor:
+    """On the host; raises what is wrong with them."""
+    ids = torch.tensor(list(token_ids), dtype=torch.int64)
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_tokens:
+        raise ValueError(
+            f"it allows tokens {int(ids.min())} to {int(ids.max())}, the model's are 0 to {num_tokens - 1}"
+        )
+    return ids
 
 
 def _ids(token_ids: Iterable[int], row: Tensor) -> Tensor:
@@ -173,8 +216,7 @@ def _ids(token_ids: Iterable[int], row: Tensor) -> Tensor:
     return torch.tensor(list(token_ids), dtype=torch.int64, device=row.device)
 
 
-def _allow_only(row: Tensor, token_ids: Iterable[int]) -> None:
-    ids = _ids(token_ids, row)
+def _allow_only(row: Tensor, ids: Tensor) -> None:
     kept = row[ids].clone()
     row.fill_(NEG_INF)
     row[ids] = kept

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forerun.core import Request
-from forerun.errors import LogitsError
+from forerun.errors import GrammarError, LogitsError
 from forerun.kernels.device import all_to_host, to_device, to_host
 from forerun.kernels.draws import PlainTree
 from forerun.kernels.ops import Kernels, NoiseKeys
@@ -81,19 +81,19 @@ class CoupledVerifier:
         """Whose rows go to the draw as they are."""
         paths = self._kernels.walk_trees(logits, [_plain_tree(candidate) for candidate in candidates])
         return [
-            Choice(nodes, token) if token >= 0 else bad_logits(candidate.request)
+            Choice(nodes, token) if token >= 0 else _stopped(candidate, nodes, bad_logits(candidate.request))
             for (nodes, token), candidate in zip(paths, candidates, strict=True)
         ]
 
     def _walk_shaped(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
         """Level by level."""
         walks = [_Walk(candidate) for candidate in candidates]
-        active = walks
+        active = [walk for walk in walks if walk.shape(logits)]
         while active:
-            tokens = self._choose(logits, active)
+            tokens = self._choose(active)
             active = [walk for walk, token in zip(active, tokens, strict=True) if walk.advance(token)]
             give_up_s = give_up_at()
-            active = [walk for walk in active if walk.goes_on(give_up_s)]
+            active = [walk for walk in active if walk.goes_on(give_up_s) and walk.shape(logits)]
         return [walk.outcome for walk in walks if walk.outcome is not None]
 
     def reads_pending(self, requests: Sequence[Request]) -> bool:
@@ -128,14 +128,14 @@ class CoupledVerifier:
             as_temperatures([request.params.temperature for request in requests]).view(torch.int64),
         ])  # fmt: skip
         seeds, roots, streams, depths, rows, heat = to_device(columns, logits.device)  # each [nodes]
-        drawn = pending.rows(_placed(candidates), logits.shape[1])
+        drawn = pending.rows(_placed(candidates))
         depths.index_copy_(0, drawn.rows, drawn.depths)
         keys = NoiseKeys(seeds, roots + depths, streams)
         return self._kernels.gumbel_argmax(logits.index_select(0, rows), heat.view(torch.float64), keys)
 
-    def _choose(self, logits: Tensor, walks: Sequence[_Walk]) -> list[int]:
+    def _choose(self, walks: Sequence[_Walk]) -> list[int]:
         """The target's token after each walk's current node; -1 where there is none."""
-        rows, requests = [walk.shape(logits) for walk in walks], [walk.candidate.request for walk in walks]
+        rows, requests = [walk.shaped for walk in walks], [walk.candidate.request for walk in walks]
         keys = noise_keys(
             [request.seed for request in requests],
             [walk.position for walk in walks],
@@ -161,7 +161,9 @@ def _plain_tree(candidate: Candidate) -> PlainTree:
 class _Walk:
     """One request's way down its tree, and the rows it needs for it."""
 
-    __slots__ = ("candidate", "outcome", "path")
+    __slots__ = ("candidate", "outcome", "path", "shaped")
+
+    shaped: ShapedRow  # the current node's row, once `shape` has made it
 
     def __init__(self, candidate: Candidate) -> None:
         self.candidate = candidate
@@ -178,11 +180,15 @@ class _Walk:
         """The current node's row of the logits."""
         return self.candidate.first_row + self.candidate.draft.row_of(self.path.nodes[-1])
 
-    def shape(self, logits: Tensor) -> ShapedRow:
-        """The current node's row under the request's parameters."""
+    def shape(self, logits: Tensor) -> bool:
+        """Bring the current node's row under the request's parameters; whether that was possible."""
         node = self.path.nodes[-1]
-        row = logits[self.row]  # [vocab_size]
-        return shape_row(row, self.candidate.request, self.candidate.draft.tree.path_tokens(node) if node else ())
+        path = self.candidate.draft.tree.path_tokens(node) if node else ()
+        try:
+            self.shaped = shape_row(logits[self.row], self.candidate.request, path)  # [vocab_size]
+        except LogitsError as error:
+            self.outcome = _stopped(self.candidate, self.path.nodes, error)
+        return self.outcome is None
 
     def follow(self, tokens: Sequence[int]) -> None:
         """Walk to the end along the tokens chosen after every verified node."""
@@ -194,16 +200,28 @@ class _Walk:
 
         The choices are the same in whatever steps they are made.
         """
-        node = self.path.nodes[-1]
-        tree = self.candidate.draft.tree
-        if not mask_ready(self.candidate.request, tree.path_tokens(node), give_up_s):
-            self.outcome = Choice(tuple(self.path.nodes[:-1]), tree.tokens[node])
+        path = self.candidate.draft.tree.path_tokens(self.path.nodes[-1])
+        if not mask_ready(self.candidate.request, path, give_up_s):
+            self.outcome = _one_early(self.candidate, self.path.nodes)
         return self.outcome is None
 
     def advance(self, token: int) -> bool:
         """Take the chosen token; whether the walk goes on."""
-        self.outcome = self.path.advance(token) if token >= 0 else bad_logits(self.candidate.request)
+        if token >= 0:
+            self.outcome = self.path.advance(token)
+        else:
+            self.outcome = _stopped(self.candidate, self.path.nodes, bad_logits(self.candidate.request))
         return self.outcome is None
+
+
+def _one_early(candidate: Candidate, nodes: Sequence[int]) -> Choice:
+    """The walk without its last node, whose token is known: the next step goes on there."""
+    return Choice(tuple(nodes[:-1]), candidate.draft.tree.tokens[nodes[-1]])
+
+
+def _stopped(candidate: Candidate, nodes: Sequence[int], error: LogitsError) -> Choice | LogitsError:
+    """The outcome of a walk after whose last node no token can be chosen: at the root that is the request's error."""
+    return error if len(nodes) == 1 else _one_early(candidate, nodes)
 
 
 def _placed(candidates: Sequence[Candidate]) -> list[tuple[Draft, int]]:
@@ -227,44 +245,35 @@ class RejectionVerifier:
 
     def verify(self, logits: Tensor, candidates: Sequence[Candidate]) -> list[Choice | LogitsError]:
         """Decide every candidate from logits [R, vocab_size]; a request with unusable logits gets its error."""
-        return [self._verify_one(logits, candidate) for candidate in candidates]
+        give_up_s = give_up_at()
+        return [self._verify_one(logits, candidate, give_up_s) for candidate in candidates]
 
-    def _verify_one(self, logits: Tensor, candidate: Candidate) -> Choice | LogitsError:
-        if not candidate.draft.tree.is_chain:
-            return _run_rule(verify.verify_tree, logits, candidate)
-        outcome = _run_rule(self._chain_rule, logits, candidate)
-        if isinstance(outcome, LogitsError):  # block verification looks ahead; the token rule stops where plain would
-            return _run_rule(verify.verify_chain_token, logits, candidate)
-        return outcome
-
-
-def _run_rule(rule: verify.Rule, logits: Tensor, candidate: Candidate) -> Choice | LogitsError:
-    request = candidate.request
-    accept = partial(_step_uniform, request, Purpose.ACCEPT)
-    try:
-        return rule(candidate.draft.tree, _Distributions(logits, candidate).at, accept, partial(_draw, request))
-    except LogitsError as error:
-        return error
+    def _verify_one(self, logits: Tensor, candidate: Candidate, give_up_s: float) -> Choice | LogitsError:
+        request, tree = candidate.request, candidate.draft.tree
+        target = _Distributions(logits, candidate, give_up_s).at
+        accept = partial(_step_uniform, request, Purpose.ACCEPT)
+        rule = self._chain_rule if tree.is_chain else verify.verify_tree
+        try:
+            return rule(tree, target, accept, partial(_draw, request))
+        except LogitsError as error:
+            return error
 
 
 class _Distributions:
-    """The target's distribution at each node, computed when a rule asks for it."""
+    """The target's distribution at each node, computed when a rule asks for it: once."""
 
-    def __init__(self, logits: Tensor, candidate: Candidate) -> None:
+    def __init__(self, logits: Tensor, candidate: Candidate, give_up_s: float) -> None:
         self._logits = logits
         self._candidate = candidate
-        self._known: dict[int, Tensor] = {}
+        self._give_up_s = give_up_s
 
     def at(self, node: int) -> Tensor:
-        """p after `node` -> [vocab_size] float64."""
-        if node not in self._known:
-            self._known[node] = self._compute(node)
-        return self._known[node]
-
-    def _compute(self, node: int) -> Tensor:
+        """p after `node` -> [vocab_size] float64; raises LogitsError for what cannot be had, or not by `give_up_s`."""
         candidate = self._candidate
-        raw = self._logits[candidate.first_row + node]  # [vocab_size]
-        row = shape_row(raw, candidate.request, candidate.draft.tree.path_tokens(node))
+        path = candidate.draft.tree.path_tokens(node)
+        if path and not mask_ready(candidate.request, path, self._give_up_s):
+            raise GrammarError("the mask after a draft has not arrived")
+        row = shape_row(self._logits[candidate.first_row + node], candidate.request, path)
         if not is_drawable(row.logits):
             raise bad_logits(candidate.request)
         return probabilities(row)

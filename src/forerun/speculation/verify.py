@@ -12,6 +12,9 @@ prompt and the seed alone. Where only the temperature matters kernels walk by th
   recursive  recursive rejection without replacement, arXiv 2402.14160  (trees; Sequoia, arXiv 2402.12374)
 Letters: p target, q draft, r joint acceptance so far, gamma drafted tokens. One-hot q (drafts chosen without
 randomness) is a drafted distribution like any other: accept x with p(x), else zero it and renormalise.
+
+A target whose distribution after a drafted node is unusable raises LogitsError. The step then ends one node early, with
+that node's token as its last: the next step meets the error at its root, where plain decoding meets it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forerun.errors import LogitsError
 from forerun.speculation.tree import ROOT, DraftTree
 
 
@@ -32,7 +36,7 @@ class Choice(NamedTuple):
     token: int  # the recovered token, or the bonus token where every draft on the path was accepted
 
 
-TargetDistribution = Callable[[int], Tensor]  # node -> p after that node, [vocab_size] float64
+TargetDistribution = Callable[[int], Tensor]  # node -> p after that node, [vocab_size] float64; raises LogitsError
 Uniform = Callable[[int, int], float]  # (node, index) -> a uniform number in (0, 1) of this step's own
 Draw = Callable[[Tensor, int], int]  # (unnormalised distribution, node) -> a token drawn from it
 Rule = Callable[[DraftTree, TargetDistribution, Uniform, Draw], Choice]
@@ -60,13 +64,25 @@ class CoupledWalk:
 
 def verify_tree(tree: DraftTree, target: TargetDistribution, accept: Uniform, draw: Draw) -> Choice:
     """Recursive rejection without replacement: at every node try the children in draw order, then recover."""
-    node, nodes = ROOT, [ROOT]
+    nodes, p = [ROOT], target(ROOT)
     while True:
-        accepted, residual = _try_children(tree, node, target(node), accept)
+        node = nodes[-1]
+        accepted, residual = _try_children(tree, node, p, accept)
         if accepted is None:
             return Choice(tuple(nodes), draw(residual, node))
+        below = _below(target, accepted)
+        if below is None:
+            return Choice(tuple(nodes), tree.tokens[accepted])
         nodes.append(accepted)
-        node = accepted
+        p = below
+
+
+def _below(target: TargetDistribution, node: int) -> Tensor | None:
+    """p after a drafted node; None where it is unusable."""
+    try:
+        return target(node)
+    except LogitsError:
+        return None
 
 
 def _try_children(tree: DraftTree, node: int, p: Tensor, accept: Uniform) -> tuple[int | None, Tensor]:
@@ -75,7 +91,7 @@ def _try_children(tree: DraftTree, node: int, p: Tensor, accept: Uniform) -> tup
     for index, child in enumerate(tree.children(node)):
         token = tree.tokens[child]
         q_token = 1.0 if q is None else float(q[token])
-        if accept(node, index) * q_token <= float(p[token]):
+        if accept(node, index) * q_token < float(p[token]):  # never what p excludes, however small q is
             return child, p
         p = residual(p, _one_hot(token, p) if q is None else q)
         q = None if q is None else _without(q, token)
@@ -95,13 +111,23 @@ def verify_chain_block(tree: DraftTree, target: TargetDistribution, accept: Unif
     """
     assert tree.is_chain
     gamma = len(tree) - 1
-    r, best, best_residual = 1.0, ROOT, _block_residual(1.0, target(ROOT), tree, ROOT)
+    p = target(ROOT)
+    r, best, best_p, best_residual = 1.0, ROOT, p, _block_residual(1.0, p, tree, ROOT)
     for node in range(1, gamma + 1):
-        r = min(1.0, r * _ratio(tree, target(node - 1), node))
-        left = target(node) if node == gamma else _block_residual(r, target(node), tree, node)
-        if accept(node, 0) <= (r if node == gamma else _block_threshold(float(left.sum()), r)):
-            best, best_residual = node, left
-    return Choice(tuple(range(best + 1)), draw(_or_target(best_residual, target, best), best))
+        r = min(1.0, r * _ratio(tree, p, node))
+        if r == 0.0:  # no test below can pass
+            break
+        below = _below(target, node)
+        if below is None or node == gamma:  # the chain ends here, whatever was drafted below
+            if accept(node, 0) < r:
+                last = tuple(range(node + (below is not None)))
+                return Choice(last, tree.tokens[node] if below is None else draw(below, node))
+            break
+        p, left = below, _block_residual(r, below, tree, node)
+        if accept(node, 0) < _block_threshold(float(left.sum()), r):
+            best, best_p, best_residual = node, p, left
+    has_mass = float(best_residual.sum()) > 0.0  # rounding may leave nothing; then p equals q
+    return Choice(tuple(range(best + 1)), draw(best_residual if has_mass else best_p, best))
 
 
 def _ratio(tree: DraftTree, p: Tensor, node: int) -> float:
@@ -112,7 +138,7 @@ def _ratio(tree: DraftTree, p: Tensor, node: int) -> float:
 
 
 def _block_residual(r: float, p: Tensor, tree: DraftTree, node: int) -> Tensor:
-    """(r p - q)+ after `node`, unnormalised; p itself below the last node."""
+    """(r p - q)+ after `node`, unnormalised; p itself where nothing was drafted."""
     children = tree.children(node)
     if not children:
         return p
@@ -123,11 +149,6 @@ def _block_residual(r: float, p: Tensor, tree: DraftTree, node: int) -> Tensor:
 def _block_threshold(mass: float, r: float) -> float:
     denominator = mass + 1.0 - r
     return mass / denominator if denominator > 0.0 else 1.0
-
-
-def _or_target(left: Tensor, target: TargetDistribution, node: int) -> Tensor:
-    """`left`, or p if rounding left nothing (then p equals q)."""
-    return left if float(left.sum()) > 0.0 else target(node)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
