@@ -4,6 +4,9 @@
 #if defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#ifndef HWCAP2_I8MM  // not in the headers of Linux before 5.10
+#define HWCAP2_I8MM (1 << 13)
+#endif
 #elif defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif

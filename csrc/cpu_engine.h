@@ -18,7 +18,7 @@ namespace forerun {
 class CpuEngine {
 public:
     // isa: "" for the best this CPU has, else a name of `available()`. pins: see ThreadPool. Throws
-    // std::invalid_argument.
+    // std::invalid_argument and std::system_error.
     CpuEngine(int num_threads, const std::string& isa, const std::vector<ThreadPool::Cpus>& pins);
 
     static std::vector<std::string> available();

@@ -6,6 +6,9 @@
 #ifdef __linux__
 #include <sched.h>
 #endif
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
 #endif
@@ -50,26 +53,48 @@ void stay_on(const ThreadPool::Cpus& cpus) {
 #endif
 }
 
+std::atomic<unsigned> forks{0};  // that led to this process since the first pool was made
+
+unsigned count_forks() {
+#if defined(__unix__) || defined(__APPLE__)
+    static const int is_counting = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+    (void)is_counting;
+#endif
+    return forks.load();
+}
+
 }  // namespace
 
 ThreadPool::ThreadPool(int num_threads, const std::vector<Cpus>& pins)
-    : owners_(static_cast<size_t>(num_threads)), groups_(static_cast<size_t>((num_threads + kGroup - 1) / kGroup)) {
-    for (size_t self = 1; self < owners_.size(); ++self) {
-        const Cpus cpus = self < pins.size() ? pins[self] : Cpus{};
-        workers_.emplace_back([this, self, cpus] {
-            if (!cpus.empty()) stay_on(cpus);
-            work(static_cast<int64_t>(self));
-        });
+    : owners_(static_cast<size_t>(num_threads)), groups_(static_cast<size_t>((num_threads + kGroup - 1) / kGroup)),
+      born_(count_forks()) {
+    try {
+        for (size_t self = 1; self < owners_.size(); ++self) {
+            const Cpus cpus = self < pins.size() ? pins[self] : Cpus{};
+            crew_->workers.emplace_back([this, self, cpus] {
+                if (!cpus.empty()) stay_on(cpus);
+                work(static_cast<int64_t>(self));
+            });
+        }
+    } catch (...) {  // the system starts no more threads
+        end();
+        throw;
     }
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { end(); }
+
+bool ThreadPool::is_orphan() const { return forks.load(std::memory_order_relaxed) != born_; }
+
+void ThreadPool::end() {
+    if (is_orphan()) return;
     stopping_.store(true);
     {
-        const std::lock_guard<std::mutex> lock(sleep_mutex_);
-        wake_.notify_all();
+        const std::lock_guard<std::mutex> lock(crew_->sleep_mutex);
+        crew_->wake.notify_all();
     }
-    for (std::thread& worker : workers_) worker.join();
+    for (std::thread& worker : crew_->workers) worker.join();
+    delete crew_;
 }
 
 // Computes what is left of an owner's chunks.
@@ -133,7 +158,8 @@ void ThreadPool::compute(int64_t self, uint64_t job) {
 void ThreadPool::run(Function function, const void* context, int64_t num_chunks, bool by_owners) {
     std::unique_lock<std::mutex> only_caller(caller_mutex_, std::try_to_lock);
     const auto start = Clock::now();
-    const bool is_divided = !workers_.empty() && num_chunks > 1 && only_caller.owns_lock();
+    const bool has_workers = owners_.size() > 1 && !is_orphan();
+    const bool is_divided = has_workers && num_chunks > 1 && only_caller.owns_lock();
     if (is_divided) num_jobs_.fetch_add(1, std::memory_order_relaxed);
     if (!is_divided || start < alone_until_) {
         for (int64_t chunk = 0; chunk < num_chunks; ++chunk) function(context, chunk);
@@ -200,9 +226,9 @@ bool ThreadPool::wait_awake(uint64_t seen) const {
 
 void ThreadPool::sleep(uint64_t seen) {
     {
-        std::unique_lock<std::mutex> lock(sleep_mutex_);
+        std::unique_lock<std::mutex> lock(crew_->sleep_mutex);
         sleeping_.fetch_add(1, std::memory_order_seq_cst);
-        wake_.wait(lock, [&] { return stopping_.load() || job_.load(std::memory_order_seq_cst) != seen; });
+        crew_->wake.wait(lock, [&] { return stopping_.load() || job_.load(std::memory_order_seq_cst) != seen; });
         sleeping_.fetch_sub(1, std::memory_order_seq_cst);
     }
     if (sleeping_.load(std::memory_order_relaxed) > 0) wake_two();
@@ -210,9 +236,9 @@ void ThreadPool::sleep(uint64_t seen) {
 
 // Who wakes up wakes two more: the caller does not wake them all one by one.
 void ThreadPool::wake_two() {
-    const std::lock_guard<std::mutex> lock(sleep_mutex_);
-    wake_.notify_one();
-    wake_.notify_one();
+    const std::lock_guard<std::mutex> lock(crew_->sleep_mutex);
+    crew_->wake.notify_one();
+    crew_->wake.notify_one();
 }
 
 }  // namespace forerun

@@ -1,5 +1,5 @@
 // One pool of threads over which the numbered chunks of a job are divided.
-// Knows: who owns which chunks, spinning, sleeping, on which CPUs a thread stays. Does not know: what a chunk computes,
+// Knows: who owns which chunks, spinning, sleeping, forks, on which CPUs a thread stays. Does not know: what a chunk computes,
 // nor which CPUs there are (src/forerun/kernels/cores.py).
 //
 // Thread t of T owns the chunks from t * C / T on, in every job, so that a thread reads the memory that it wrote first.
@@ -24,7 +24,8 @@ public:
     using Cpus = std::vector<int>;
 
     // The calling thread counts as one. pins[t] lists the CPUs that thread t stays on, where the system can do that;
-    // the calling thread is not pinned, since what it starts would inherit that. Empty: nobody is.
+    // the calling thread is not pinned, since what it starts would inherit that. Empty: nobody is. Throws
+    // std::system_error where the system starts no such number of threads.
     ThreadPool(int num_threads, const std::vector<Cpus>& pins);
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
@@ -38,7 +39,8 @@ public:
     }
 
     // Calls function(context, chunk) for every chunk in [0, num_chunks), on any threads, and returns when all are done.
-    // If the pool is busy with another caller's job, this caller does its chunks alone.
+    // If the pool is busy with another caller's job, this caller does its chunks alone; so does every caller in a child
+    // after fork(), where there are no workers.
     // `by_owners`: chunks are done by who owns them, even if the others have to wait.
     void run(Function function, const void* context, int64_t num_chunks, bool by_owners = false);
 
@@ -55,6 +57,15 @@ private:
         std::atomic<int64_t> done{0};  // owners whose chunks are done
     };
 
+    // What workers wait with. It is left alone in a child after fork(), where joining or destroying would not return.
+    struct Crew {
+        std::mutex sleep_mutex;
+        std::condition_variable wake;
+        std::vector<std::thread> workers;
+    };
+
+    bool is_orphan() const;  // the workers are another process's
+    void end();
     void work(int64_t self);
     void compute(int64_t self, uint64_t job);
     void take_over(int64_t owner, uint64_t job);
@@ -72,8 +83,6 @@ private:
     alignas(64) std::atomic<int64_t> groups_done_{0};
     alignas(64) std::atomic<bool> stopping_{false};
     std::atomic<int> sleeping_{0};
-    std::mutex sleep_mutex_;
-    std::condition_variable wake_;
     std::mutex caller_mutex_;
     std::atomic<int64_t> num_jobs_{0};
     Clock::time_point alone_until_{};  // guarded by caller_mutex_, as are the next
@@ -82,7 +91,8 @@ private:
     Clock::duration lost_{};  // since then
     std::vector<Owner> owners_;
     std::vector<Group> groups_;
-    std::vector<std::thread> workers_;
+    Crew* const crew_ = new Crew;
+    const unsigned born_;  // after so many forks
 };
 
 }  // namespace forerun

@@ -92,8 +92,11 @@ def test_nobody_is_pinned_where_others_may_want_the_cores(two_sockets: Path, all
 def test_pinning_that_is_asked_for(two_sockets: Path, allow: Allow, monkeypatch: pytest.MonkeyPatch) -> None:
     allow({3, 40, 67, 90})
     assert pins(3, asked=True, root=two_sockets) == [(3, 67), (90,), (40,)], "only CPUs this process may use"
+    assert pins(1, asked=True, root=two_sockets, first=2) == [(40,)], "the others are another rank's"
     with pytest.raises(KernelError, match="there are 3 for 4 threads: lower threads"):
         pins(4, asked=True, root=two_sockets)
+    with pytest.raises(KernelError, match="there are 3 for 2 threads besides 2 of other ranks"):
+        pins(2, asked=True, root=two_sockets, first=2)
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
     with pytest.raises(KernelError, match="this system does not pin threads"):
         pins(1, asked=True, root=two_sockets)

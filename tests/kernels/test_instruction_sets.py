@@ -72,3 +72,20 @@ def test_arm_gives_the_same_bits(own_hashes: Hashes) -> None:
         found = _hashes(emulator, "-cpu", cpu, arm_program)
         assert set(found) == isas
         _assert_same(found, own_hashes["portable"])
+
+
+def test_a_compiler_that_is_too_old_leaves_the_kernels_out(tmp_path: Path) -> None:
+    """Installing goes on, and says which compilers are new enough."""
+    old = tmp_path / "old-c++"
+    old.write_text(f'#!/bin/sh\ncase "$*" in *-mavxvnni*|*i8mm*) exit 1;; esac\nexec {program("c++")} "$@"\n')
+    old.chmod(0o755)
+    configure = [program("cmake"), "-S", ROOT, "-B", tmp_path / "build", f"-DCMAKE_CXX_COMPILER={old}"]
+    done = subprocess.run(configure, check=False, capture_output=True, text=True)
+    assert done.returncode == 0 and "too old for some instruction sets" in " ".join(done.stderr.split())
+    targets = subprocess.run(
+        [program("cmake"), "--build", tmp_path / "build", "--target", "help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "_native" not in targets.stdout

@@ -106,6 +106,14 @@ def test_auto_takes_the_best_instruction_set_for_every_op() -> None:
     assert exact.reason == f"{best} on 1 thread(s); activations in float32"
 
 
+def test_threads_are_pinned_from_the_core_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = pytest.importorskip("forerun.kernels.cpu.backend")
+    asked = list[Any]()
+    monkeypatch.setattr(backend, "pins", lambda *given, **named: asked.append((*given, named)) or [])
+    select_kernels("cpu", threads=1, pin=True, first_core=3)
+    assert asked == [(1, True, {"first": 3})]
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_an_instruction_set_by_name_or_those_there_are(isa: str) -> None:
     available = pytest.importorskip("forerun.kernels.cpu._native").available_isas()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,3 +95,55 @@ def test_a_step_that_computes_on_the_kernels_threads(name: str, tmp_path: Path) 
     is_native = llm.kernels.name.startswith("cpu")
     assert set(seen) == {1 if is_native else 2} and torch.get_num_threads() == 2
     assert llm.engine.runner.replays == (is_native and name == "mini")
+
+
+POOL = """
+import os, resource, signal, sys
+import torch
+from forerun.errors import ResourceError
+from forerun.kernels.cpu.backend import CpuKernels
+from forerun.kernels.select import select_kernels
+"""
+FORKS = (
+    POOL
+    + """
+kernels = select_kernels("cpu", threads=2)
+weight, x = torch.randn(512, 256), torch.randn(3, 256)
+packed = kernels.pack_linear(weight)
+expected = kernels.linear(x, packed)
+for action in ("compute", "pack", "drop"):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        if action == "compute":
+            assert torch.equal(kernels.linear(x, packed), expected)
+        elif action == "pack":
+            assert torch.equal(kernels.linear(x, kernels.pack_linear(weight)), expected)
+        else:
+            del packed, kernels
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, action
+assert torch.equal(kernels.linear(x, packed), expected)
+"""
+)
+TOO_MANY = (
+    POOL
+    + """
+room = 64 << 20
+used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+try:
+    CpuKernels(64)
+except ResourceError as error:
+    sys.exit("lower threads" not in str(error))
+sys.exit(3)
+"""
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks, and limits what a process may take")
+@pytest.mark.parametrize("program", [FORKS, TOO_MANY], ids=["forks", "too many"])
+def test_a_pool_without_its_threads(program: str) -> None:
+    """A child after fork() has none and computes alone; where the system starts too few there is an error."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

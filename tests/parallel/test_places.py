@@ -39,10 +39,10 @@ def on(*found: tuple[Any, ...]) -> dict[int, RankPlace]:
 
 def test_ranks_of_a_host_take_its_gpus_in_order() -> None:
     assert seats_of(on(("a", 2), ("b", 2), ("a", 2), ("b", 2))) == {
-        0: Seat(2, 0),
-        1: Seat(2, 0),
-        2: Seat(2, 1),
-        3: Seat(2, 1),
+        0: Seat(2, 0, 1, 0),
+        1: Seat(2, 0, 1, 0),
+        2: Seat(2, 1, 1, 1),
+        3: Seat(2, 1, 1, 1),
     }
     told = on(("a", 2, 0), ("b", 2, 1), ("a", 2, 1), ("b", 2, 0))  # as torchrun has it
     assert [seat.gpu for seat in seats_of(told).values()] == [0, 1, 1, 0]
@@ -50,6 +50,19 @@ def test_ranks_of_a_host_take_its_gpus_in_order() -> None:
     check_places(config(), on(("a", 1), ("b", 1)))
     check_places(config(), on(("a", 0), ("a", 0)))  # all on CPUs
     check_places(config(device="cpu"), on(("a", 1), ("a", 0)))
+
+
+def test_ranks_of_a_host_share_its_cores() -> None:
+    """Whose threads are pinned take other cores, but where somebody else has bound them to CPUs of their own."""
+
+    def on_cpus(*found: tuple[str, int, int]) -> list[tuple[int, int]]:
+        places = on(*(("a", 0, UNTOLD, "", False, *cpu) for cpu in found))
+        return [(seat.threads, seat.first_core) for seat in seats_of(places, threads=3).values()]
+
+    assert on_cpus(("0-7", 8, 0), ("0-7", 8, 0)) == [(4, 0), (4, 4)]
+    assert on_cpus(("0-7", 8, UNTOLD), ("0-7", 8, UNTOLD)) == [(3, 0), (3, 3)]
+    assert on_cpus(("0-7", 8, 2), ("0-7", 8, 5), ("0-7", 8, 1)) == [(2, 0), (5, 2), (1, 7)]
+    assert on_cpus(("0-7", 8, 8), ("8-15", 8, 8)) == [(8, 0), (8, 0)]
 
 
 @pytest.mark.parametrize(
@@ -116,12 +129,12 @@ def test_a_rank_takes_its_gpu_before_its_kernels_are_chosen(monkeypatch: pytest.
     monkeypatch.setattr(device, "has_cuda", lambda: True)
 
     def chosen(*given: Any, **named: Any) -> Any:
-        calls.append(named["device"])
+        calls.append((named["device"], given[1], named["first_core"], named["pin"]))
         return SimpleNamespace(device=device.cuda_device())
 
     monkeypatch.setattr(start, "select_kernels", chosen)
-    joined = start.Joined(config(), 1, Seat(2, 1), HashStore(), is_local=True)
-    assert calls == [1, "auto"] and joined.kernels.device == joined.exchange._device == GPU
+    joined = start.Joined(config(), 1, Seat(2, 1, 4, 4), HashStore(), is_local=True)
+    assert calls == [1, ("auto", 4, 4, False)] and joined.kernels.device == joined.exchange._device == GPU
 
 
 def test_nccl_is_for_gpus_and_gloo_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,10 @@ def test_a_models_folder_is_found_from_anywhere(tmp_path: Path, monkeypatch: pyt
         ({"server": {"max_que": 1}}, "no field server.max_que; .*did you mean max_queue"),
         ({"engine": {"drafter": "ngram"}}, "engine.drafter: drafter stands beside engine"),
         ({"engine": {"draft_model": "mini-draft"}}, "engine.draft_model: draft_model stands beside engine"),
+        (
+            {"replicas": 2, "engine": {"pin_threads": True}},
+            "engine.pin_threads: replicas of one machine would all stay on its first",
+        ),
         ({"server": {"max_queue": "many"}}, "server.max_queue: .*integer; got 'many'"),
         ({"server": {"warm_grammars": "no"}}, "server.warm_grammars: .*boolean; got 'no'"),
         ({"server": {"timeout_s": [1]}}, "server.timeout_s: .*number"),

@@ -39,37 +39,39 @@ def physical_cores(cpus: Iterable[int], root: Path = ROOT) -> list[Core]:
 
 def usable_cores(root: Path = ROOT) -> int:
     """Physical cores that this process may keep busy, at least 1."""
-    return max(1, min([len(physical_cores(_allowed(), root)), *_limits(root)]))
+    return max(1, min([len(physical_cores(allowed_cpus(), root)), *_limits(root)]))
 
 
 def memory_nodes(root: Path = ROOT) -> list[int]:
     """The nodes of the CPUs that this process may use."""
-    return sorted({core.node for core in physical_cores(_allowed(), root)})
+    return sorted({core.node for core in physical_cores(allowed_cpus(), root)})
 
 
-def pins(num_threads: int, asked: bool | None = None, root: Path = ROOT) -> list[tuple[int, ...]]:
+def pins(num_threads: int, asked: bool | None = None, root: Path = ROOT, first: int = 0) -> list[tuple[int, ...]]:
     """The CPUs each thread stays on, [] for no pinning. Raises KernelError where it is asked for but cannot be.
 
     asked: None for pinning only where it gains and nobody else is meant to use the cores: memory has several nodes,
-    and there is a thread for every core that this process may use.
+    and there is a thread for every core that this process may use. first: the cores before it are another rank's.
     """
     if asked is False:
         return []
-    cores = physical_cores(_allowed(), root)
+    cores = physical_cores(allowed_cpus(), root)
     nodes = {core.node for core in cores}
     if asked is None and (len(nodes) < 2 or not num_threads == len(cores) == usable_cores(root)):
         return []
     if not hasattr(os, "sched_setaffinity"):
         raise KernelError("pin_threads was asked for, but this system does not pin threads: leave it out")
-    if num_threads > len(cores):
+    if first + num_threads > len(cores):
+        others = f" besides {first} of other ranks" if first else ""
         raise KernelError(
-            f"pin_threads gives each thread a physical core, and there are {len(cores)} for {num_threads} threads: "
-            "lower threads, or leave it out"
+            f"pin_threads gives each thread a physical core, and there are {len(cores)} for {num_threads} threads"
+            f"{others}: lower threads, or leave it out"
         )
-    return [core.cpus for core in cores[:num_threads]]
+    return [core.cpus for core in cores[first : first + num_threads]]
 
 
-def _allowed() -> Iterable[int]:
+def allowed_cpus() -> Iterable[int]:
+    """The logical CPUs that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     return range(os.cpu_count() or 1) if affinity is None else affinity(0)
 

@@ -30,14 +30,14 @@ ISAS = (AMX, "avx512vnni", "avx512", "avx2vnni", "avx2", "neoni8mm", "neondot", 
 
 def select_kernels(
     name: str = "auto", threads: int | None = None, device: str = "cpu", pin: bool | None = None,
-    activations: str = "auto",
+    activations: str = "auto", first_core: int = 0,
 ) -> Kernels:  # fmt: skip
     """The kernels to use: "cpu" (C++), "triton" (a GPU), "reference" (torch), or "auto" for the best on `device`.
 
     "cpu:avx2" and the like: C++ with an instruction set that is not the machine's best; the same bits, but of AMX.
     device: "cpu", "cuda", or "auto" for a GPU where there is one and kernels for it. activations: "auto" rounds them to
-    8 bits for products with matrices of integers, "float32" does not. Raises KernelError for what is not installed or
-    does not run there, ResourceError where there is no GPU.
+    8 bits for products with matrices of integers, "float32" does not. pin, first_core: see `cores.pins`. Raises
+    KernelError for what is not installed or does not run there, ResourceError for want of a GPU or of threads.
     """
     name, _, isa = (given := name).partition(":")
     if name not in BACKENDS or (given != name and name != "cpu"):
@@ -65,7 +65,7 @@ def select_kernels(
                 "choose device 'cpu', leave activations at 'auto', or take a bfloat16 checkpoint of the model"
             )
         return _triton_kernels(device)
-    return _host_kernels(name, threads, isa.lower(), pin, activations == "float32")
+    return _host_kernels(name, threads, isa.lower(), pin, first_core, activations == "float32")
 
 
 def can_use_gpu() -> bool:
@@ -109,7 +109,8 @@ def _triton_kernels(device: str) -> Kernels:
             "" if has_cuda() else "; they need an NVIDIA GPU, too, and torch sees none here: kernels 'cpu' need none"
         )
         raise KernelError(
-            f"triton is not installed, which the kernels for CUDA need: pip install 'forerun[gpu]'{no_gpu}"
+            'triton is not installed, which the kernels for CUDA need: pip install ".[gpu]" in the checkout of forerun'
+            f"{no_gpu}"
         )
     from forerun.kernels.triton.backend import TritonKernels
 
@@ -122,14 +123,16 @@ def _triton_kernels(device: str) -> Kernels:
 
 
 def _host_kernels(
-    name: str, threads: int | None, isa: str, pin: bool | None, float_activations: bool
+    name: str, threads: int | None, isa: str, pin: bool | None, first_core: int, float_activations: bool
 ) -> Kernels:  # fmt: skip
-    backend, reason = _host_backend(name, threads, isa, pin)
+    backend, reason = _host_backend(name, threads, isa, pin, first_core)
     backend.float_activations = float_activations
     return _because(reason + "; activations in float32" * float_activations, backend)
 
 
-def _host_backend(name: str, threads: int | None, isa: str, pin: bool | None) -> tuple[ReferenceKernels, str]:
+def _host_backend(
+    name: str, threads: int | None, isa: str, pin: bool | None, first_core: int
+) -> tuple[ReferenceKernels, str]:  # fmt: skip
     """The backend, and why that one."""
     if name == "reference":
         return ReferenceKernels(), "asked for"
@@ -145,10 +148,10 @@ def _host_backend(name: str, threads: int | None, isa: str, pin: bool | None) ->
     cores = os.cpu_count() or 1
     if threads is not None and not 1 <= threads <= cores:
         raise KernelError(f"threads must be from 1 to {cores}, the cores of this machine; got {threads}")
-    backend = CpuKernels(threads, isa or None, pin)
+    backend = CpuKernels(threads, isa or None, pin, first_core)
     reason = f"{backend.engine.isa} on {backend.num_threads} thread(s){', a core each' * backend.is_pinned}"
     if has_cuda() and find_spec("triton") is None:
-        reason += "; for the GPU that is there install triton (pip install 'forerun[gpu]')"
+        reason += '; for the GPU that is there install triton (pip install ".[gpu]" in the checkout of forerun)'
     return backend, reason
 
 

@@ -132,6 +132,12 @@ class Deployment(_Strict):
         own = next((name for name in ("model", "drafter", "draft_model") if name in self.engine), None)
         if own is not None:
             raise ConfigError(f"engine.{own}: {own} stands beside engine, as a field of its own, not among its options")
+        is_alone = self.replicas == 1 and self.autoscaling is None and self.prefill is None
+        if self.engine.get("pin_threads") and not is_alone:
+            raise ConfigError(
+                "engine.pin_threads: replicas of one machine would all stay on its first cores, as none knows of the "
+                "others: leave it out"
+            )
         threads = self.resources.threads or max(1, int(self.resources.num_cpus))
         drafter = self.drafter or default_drafter(self.model, self.draft_model)
         given = {"threads": threads, **self.engine, "drafter": drafter, "draft_model": self.draft_model}

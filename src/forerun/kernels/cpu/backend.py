@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, empty
 
-from forerun.errors import KernelError
+from forerun.errors import KernelError, ResourceError
 from forerun.kernels.coded import CodedMatrix, of_integers
 from forerun.kernels.cores import pins, usable_cores
 from forerun.kernels.cpu import _native, coded
@@ -41,13 +41,7 @@ from forerun.kernels.ops import (
     PackedLinear,
     Routing,
 )
-from forerun.kernels.reference import (
-    ReferenceKernels,
-    check_activation,
-    check_head_width,
-    check_heads,
-    check_weight,
-)
+from forerun.kernels.reference import ReferenceKernels, check_activation, check_head_width, check_heads, check_weight
 
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 _POOL_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -58,16 +52,27 @@ class CpuKernels(CpuRecurrentOps):
 
     device = torch.device("cpu")
 
-    def __init__(self, threads: int | None = None, isa: str | None = None, pin: bool | None = None) -> None:
-        """None: a thread a physical core that this process may use, the best `isa` there is, pinned as `cores.pins`."""
+    def __init__(
+        self, threads: int | None = None, isa: str | None = None, pin: bool | None = None, first_core: int = 0
+    ) -> None:  # fmt: skip
+        """None: a thread a physical core that this process may use, the best `isa` there is, pinned as `cores.pins`.
+
+        Raises KernelError, and ResourceError where the system lets no such number of threads start.
+        """
         num_threads = usable_cores() if threads is None else threads
         if num_threads < 1:
             raise KernelError(f"threads must be at least 1, not {threads}")
         if isa is not None and isa not in _native.available_isas():
             own = ", ".join(_native.available_isas())
             raise KernelError(f"instruction set {isa!r} is not available here; choose from {own}, which this CPU has")
-        pinned = pins(num_threads, pin)
-        self.engine, self.is_pinned = _native.CpuEngine(num_threads, isa or "", pinned), bool(pinned)
+        pinned = pins(num_threads, pin, first=first_core)
+        try:
+            self.engine, self.is_pinned = _native.CpuEngine(num_threads, isa or "", pinned), bool(pinned)
+        except RuntimeError as error:  # std::system_error
+            raise ResourceError(
+                f"this process cannot start {num_threads} threads ({error}): lower threads, or raise the limit "
+                "(ulimit -u, a container's limit of processes)"
+            ) from error
         self.name = f"cpu-{self.engine.isa}"
         self._arena = WeightArena()
         self._num_rows: int | None = None  # of the matrices that are packed; None: those that are given

@@ -1,7 +1,7 @@
 """Where ranks run: on which host, on what kind of CPU, and on which of its GPUs, if they run on GPUs.
 
-Knows: who shares a host, how many GPUs a rank sees, what a launcher says (LOCAL_RANK), which devices add up alike. Does
-not know: weights, what ranks exchange.
+Knows: who shares a host and its cores, how many GPUs a rank sees, what a launcher says (LOCAL_RANK), which devices add
+up alike. Does not know: weights, what ranks exchange.
 
 NCCL gives each rank a GPU of its own. Rank 0 takes the first one: its engine may run on any thread, and a thread begins
 with that one.
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from forerun.config import EngineConfig
 from forerun.errors import ConfigError, ResourceError
+from forerun.kernels.cores import allowed_cpus, usable_cores
 from forerun.kernels.device import gpu_kind, num_gpus
 from forerun.kernels.select import can_use_gpu, has_amx, runs_on_gpu, takes_amx
 
@@ -29,14 +30,19 @@ class RankPlace(NamedTuple):
     local_rank: int = UNTOLD
     gpu: str = ""  # what these are called
     has_amx: bool = False  # its CPU
+    cpus: str = ""  # which it may run on
+    num_cores: int = 1  # that these are
+    threads: int = UNTOLD  # it was started with; 0: as many as there is a core for
 
     @staticmethod
-    def here(local_rank: int | None) -> RankPlace:
-        """Of this process."""
+    def here(local_rank: int | None, options: EngineConfig | None = None) -> RankPlace:
+        """Of this process; `options`: its own, if any."""
         told = UNTOLD if local_rank is None else local_rank
         has_gpu = can_use_gpu()
         gpus = (num_gpus(), told, gpu_kind()) if has_gpu else (0, told, "")
-        return RankPlace(socket.gethostname(), *gpus, has_amx())
+        threads = UNTOLD if options is None else options.threads or 0
+        cpus = ",".join(map(str, sorted(allowed_cpus())))
+        return RankPlace(socket.gethostname(), *gpus, has_amx(), cpus, usable_cores(), threads)
 
 
 class Seat(NamedTuple):
@@ -44,15 +50,26 @@ class Seat(NamedTuple):
 
     num_here: int  # ranks on that host
     gpu: int  # which one it takes, if ranks run on GPUs
+    threads: int
+    first_core: int  # of those on its CPUs, if its threads are pinned: those before are other ranks'
 
 
-def seats_of(places: Mapping[int, RankPlace]) -> dict[int, Seat]:
-    """By rank: where launchers say nothing, the ranks of a host take its GPUs in order."""
+def seats_of(places: Mapping[int, RankPlace], threads: int | None = None) -> dict[int, Seat]:
+    """By rank: where launchers say nothing, the ranks of a host take its GPUs in order, and share its cores.
+
+    `threads`: those of ranks that were started with no options of their own.
+    """
     seats = dict[int, Seat]()
     for rank, place in places.items():
         beside = sorted(other for other, its in places.items() if its.host == place.host)
+
+        def threads_of(its: RankPlace, num_here: int = len(beside)) -> int:
+            own = threads or 0 if its.threads == UNTOLD else its.threads
+            return own or max(1, its.num_cores // num_here)
+
+        before = [places[other] for other in beside if other < rank and places[other].cpus == place.cpus]
         gpu = beside.index(rank) if place.local_rank == UNTOLD else place.local_rank
-        seats[rank] = Seat(len(beside), gpu)
+        seats[rank] = Seat(len(beside), gpu, threads_of(place), sum(map(threads_of, before)))
     return seats
 
 

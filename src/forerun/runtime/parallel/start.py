@@ -36,7 +36,6 @@ from torch.distributed.rendezvous import rendezvous
 import forerun
 from forerun.config import EngineConfig, LaunchedRank, exchange_settings, launched_rank
 from forerun.errors import ConfigError, ForerunError, RankLost
-from forerun.kernels.cores import usable_cores
 from forerun.kernels.device import CPU, use_gpu
 from forerun.kernels.ops import Kernels
 from forerun.kernels.ranks import Ranks, connect_ranks, first_line
@@ -72,10 +71,11 @@ class Joined:
         self.layout = RankLayout(config.tensor_parallel, config.pipeline_parallel)
         if runs_on_gpu(config.kernels, config.device, can_use_gpu()):
             use_gpu(seat.gpu)
-        threads = config.threads or max(1, usable_cores() // seat.num_here)
+        pin = False if config.pin_threads is None and seat.num_here > 1 else config.pin_threads
         self.kernels: Kernels = select_kernels(
-            config.kernels, threads, device=config.device, pin=config.pin_threads, activations=config.activations
-        )
+            config.kernels, seat.threads, device=config.device, pin=pin, activations=config.activations,
+            first_core=seat.first_core,
+        )  # fmt: skip
         self.exchange = Exchange(self.layout, rank, self.kernels.device)
         self._rank, self._store, self._is_local = rank, store, is_local
 
@@ -122,7 +122,7 @@ def lead(config: EngineConfig) -> tuple[LoadedModel, Kernels, Crew]:
         )
     if place is not None and place.rank > 0:
         follow(place.rank, _find_store(place, config.rank_start_s), config.rank_start_s, config, place.local_rank)
-    own = RankPlace.here(None if place is None else place.local_rank)
+    own = RankPlace.here(None if place is None else place.local_rank, config)
     store = _own_store(config.num_ranks) if place is None else _find_store(place, config.rank_start_s)
     is_local = place is None or place.is_local
     listener = socket.create_server((_LOOPBACK if is_local else "", 0))
@@ -135,7 +135,7 @@ def lead(config: EngineConfig) -> tuple[LoadedModel, Kernels, Crew]:
         with listener:
             places = _greet(listener, key, config, workers, own, links)
         check_places(config, places)
-        seats, hosts = seats_of(places), {rank: place.host for rank, place in places.items()}
+        seats, hosts = seats_of(places, config.threads), {rank: place.host for rank, place in places.items()}
         joined = Joined(config, 0, seats[0], store, is_local)
         crew = Crew(joined.exchange, links, hosts, workers, config.rank_timeout_s)
         for rank, link in links.items():
@@ -182,9 +182,9 @@ def follow(
         store.set_timeout(timedelta(seconds=start_s))
         address, port, key = json.loads(store.get(_LEADER))
         link = Link(socket.create_connection((address, port), CONNECT_LIMIT_S))
-        place = RankPlace.here(local_rank)
-        about = [key, str(rank), place.host, release(), "" if own is None else options_as_json(own), place.gpu]
-        numbers = place.num_gpus, place.local_rank, place.has_amx
+        place, options = RankPlace.here(local_rank, own), "" if own is None else options_as_json(own)
+        about = [key, str(rank), place.host, release(), options, place.gpu, place.cpus]
+        numbers = place.num_gpus, place.local_rank, place.has_amx, place.num_cores, place.threads
         link.send(Kind.HELLO, RankMessage(Kind.HELLO, numbers, about).encode())
         told = link.wait_for(Kind.CONFIG, start_s)
     except AllEnd as error:
@@ -332,8 +332,8 @@ def _greet(
                     rank = int(about[0])
                     links[rank] = link
                     compare(rank, about[1], about[2], about[3:4], config)
-                    num_gpus, local_rank, has_amx = hello.numbers
-                    places[rank] = RankPlace(about[1], num_gpus, local_rank, about[4], bool(has_amx))
+                    num_gpus, local_rank, has_amx, *cpu = hello.numbers
+                    places[rank] = RankPlace(about[1], num_gpus, local_rank, about[4], bool(has_amx), about[5], *cpu)
     return places
 
 
