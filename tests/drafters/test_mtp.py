@@ -461,7 +461,9 @@ def test_a_module_that_lacks_a_tensor_is_an_error(case: str, tmp_path: Path) -> 
         engine(load_model(given.folder, tiny.kernels()).model, given.folder, None, 1)
 
 
-@pytest.mark.parametrize(("case", "arch"), [("glm4-moe-biased", "glm4moe"), ("unscaled", "deepseek32")])
+@pytest.mark.parametrize(
+    ("case", "arch"), [("glm4-moe-biased", "glm4moe"), ("unscaled", "deepseek32"), ("unscaled", "deepseek2")]
+)
 def test_a_module_in_a_gguf_file_computes_the_formulas(
     case: str, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

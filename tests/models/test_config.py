@@ -18,6 +18,7 @@ from tests.models import factory
 from tests.support.shared import shared_data
 
 BASE: dict[str, Any] = {**factory.SIZES, "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+CHUNKS = {"chunk_size": 40, "local_size": 8}
 
 
 def read(**changes: Any) -> ModelConfig:
@@ -69,6 +70,25 @@ def test_reachable_positions(changes: dict[str, Any], positions: int) -> None:
     assert read(**changes).max_position == positions
 
 
+def test_yarns_amplitude_is_multiplied_by_attn_factor() -> None:
+    """DeepSeek-R1-0528-Qwen3-8B's cancels it."""
+    published = {"attn_factor": 0.8782488562869419, "factor": 4.0, "original_max_position_embeddings": 32768,
+                 "rope_type": "yarn"}  # fmt: skip
+    assert read(rope_scaling=published).rope.amplitude == pytest.approx(1.0, abs=1e-12)
+    assert read(rope_scaling={**published, "attention_factor": 1.2}).rope.amplitude == 1.2
+    plain = {name: value for name, value in published.items() if name != "attn_factor"}
+    assert read(rope_scaling={**plain, "finetuned": True}) == read(rope_scaling=plain)
+
+
+def test_positions_of_dual_chunk_attention_end_with_its_first_chunk() -> None:
+    chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+    fields = {"model_type": "qwen2", "max_position_embeddings": 1010000}
+    assert read(**fields, dual_chunk_attention_config=chunks).max_position == 253952
+    early = {**chunks, "original_max_position_embeddings": 4096}  # from where on scores grow
+    assert read(**fields, dual_chunk_attention_config=early).max_position == 4096
+    assert read(**fields).max_position == 1010000
+
+
 def test_windows() -> None:
     assert read(model_type="mistral").windows == (4096, 4096)
     assert read(model_type="mistral", sliding_window=None).windows == (0, 0)
@@ -100,11 +120,19 @@ def test_fields_that_change_nothing_are_ignored() -> None:
         ({"quantization_config": {"quant_method": "hqq"}}, "quantization_config: hqq"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "type 'mrope'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "type 'longrope'"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "surprise": 1}}, "surprise"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "surprise": 1}}, 'surprise.*implementation="transf'),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "linear_attention"]}, "ion' for layer 1"),
         ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
+        (
+            {"model_type": "qwen2", "dual_chunk_attention_config": {**CHUNKS, "sparse_attention_config": {}}},
+            "not know: sparse_attention_config",
+        ),
+        (
+            {"model_type": "qwen2", "dual_chunk_attention_config": {**CHUNKS, "sparse_attention_enabled": True}},
+            "sparse_attention_enabled is True",
+        ),
     ],
 )
 def test_unsupported_fields_are_refused(changes: dict[str, Any], named: str) -> None:
@@ -131,6 +159,7 @@ def test_unsupported_fields_are_refused(changes: dict[str, Any], named: str) -> 
         ({"rope_scaling": {**factory.LLAMA3, "high_freq_factor": 0.5}}, "low_freq_factor <= high_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"factor": 3.0}}, "differ"),
         ({"model_type": "qwen2", "layer_types": "full"}, "layer_types must be a list of strings"),
+        ({"model_type": "qwen2", "dual_chunk_attention_config": {**CHUNKS, "local_size": 40}}, "local_size must be"),
     ],
 )
 def test_malformed_fields_are_refused(changes: dict[str, Any], named: str) -> None:

@@ -289,6 +289,18 @@ def test_ministral_stays_within_its_original_context(tmp_path: Path) -> None:
         load_model(folder, factory.make_kernels(), max_position=33)
 
 
+def test_dual_chunk_attention_ends_with_its_first_chunk(tmp_path: Path) -> None:
+    folder = factory.make_checkpoint("qwen2", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"from 1 to 64, .*got 65$"):
+        load_model(folder, factory.make_kernels(), max_position=65)
+    config["dual_chunk_attention_config"] = {"chunk_size": 40, "local_size": 8}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_model(folder, factory.make_kernels()).model.max_position == 32
+    with pytest.raises(ConfigError, match=r"from 1 to 32, .* \(past its first chunk"):
+        load_model(folder, factory.make_kernels(), max_position=33)
+
+
 @pytest.mark.parametrize("case", ["gemma2", "olmo2"])
 def test_norms_that_cannot_absorb_scales_are_not_quantized(case: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="behind a norm whose weights are stored as they are"):

@@ -334,7 +334,13 @@ def test_published_sizes_of_the_other_families() -> None:
         "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "rope_scaling": None, "rope_theta": 1e6,
         "router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False, "attention_bias": False,
     }  # fmt: skip
-    for raw, billions in ((mixtral, 46.70), (qwen, 30.53)):
+    coder = {
+        **qwen, "max_position_embeddings": 262144, "hidden_size": 6144, "intermediate_size": 8192,
+        "num_hidden_layers": 62, "num_attention_heads": 96, "num_key_value_heads": 8, "max_window_layers": 62,
+        "moe_intermediate_size": 2560, "num_experts": 160, "rope_theta": 1e7, "router_aux_loss_coef": 0.0,
+        "qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True,
+    }  # fmt: skip
+    for raw, billions in ((mixtral, 46.70), (qwen, 30.53), (coder, 480.15)):
         config = ModelConfig.read(raw, FAMILIES[str(raw["model_type"])])
         assert num_parameters(config) / 1e9 == pytest.approx(billions, rel=1e-3)
         assert set(config.windows) == {0} and config.has_experts(0)
@@ -358,6 +364,8 @@ QWEN: dict[str, Any] = {**factory.SIZES, **factory.QWEN_EXPERTS, "model_type": "
         (DEEPSEEK, {"head_dim": 16}, "head_dim is 16"),
         (DEEPSEEK, {"index_n_heads": 4}, "index_n_heads"),
         (QWEN, {"shared_expert_intermediate_size": 16}, "shared_expert_intermediate_size"),
+        (QWEN, {"use_qk_norm": False}, "use_qk_norm is False"),
+        (QWEN, {"qkv_bias": True}, "qkv_bias is True"),
         (QWEN, {"expert_bias": True}, "expert_bias"),
         ({**DEEPSEEK, "model_type": "glm4_moe_lite"}, {"mlp_layer_types": ["dense", "moe"]}, "each dense or sparse"),
         ({**DEEPSEEK, "model_type": "deepseek_v32"}, {"layer_types": ["full_attention"] * 2}, "layer_types is"),

@@ -152,7 +152,7 @@ def test_a_module_nothing_targets(tmp_path: Path) -> None:
         (section(scheme(16, "channel")), "num_bits is 16"),
         (section(scheme(4, "channel"), format="marlin-24"), "format is 'marlin-24'"),
         (section(scheme(4, "channel"), sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
-        (section(scheme(4, "channel"), quantization_status="frozen"), "frozen"),
+        (section(scheme(4, "channel"), quantization_status="calibration"), "calibration"),
         (section({**scheme(8, "channel"), "input_activations": {**DYNAMIC, "dynamic": False}}), "dynamic is False"),
         (section({**scheme(4, "channel"), "input_activations": {**DYNAMIC, "num_bits": 4}}), "num_bits is 4"),
         (section(scheme(4, "channel"), transform_config={"config_groups": {"u": {}}}), "transform_config"),

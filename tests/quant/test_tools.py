@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from forerun.errors import CheckpointError
 from forerun.models.loader import load_model
 from forerun.quant.base import RowPart, Weight
 from forerun.quant.coded import CodedWeight
-from forerun.quant.formats import find_format
+from forerun.quant.formats import check_quantization, find_format
 from forerun.weights.checkpoint import Checkpoint
 from tests.kernels.cases import cpu_kernels
 from tests.models import factory
@@ -71,6 +72,25 @@ def test_matrices_are_the_tools_own(name: str) -> None:
             continue
         found = found.to(getattr(torch, theirs["dtype"].removeprefix("torch."))) + 0
         assert hashlib.sha256(found.view(torch.uint8).numpy().tobytes()).hexdigest() == theirs["hash"], module
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "llmc-w8a8"])
+def test_what_is_called_frozen_is_the_same_where_it_is_compressed(name: str, tmp_path: Path) -> None:
+    """The status of models written through transformers; of others it says that matrices are not compressed yet."""
+    shutil.copytree(FIXTURES / name, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["quantization_config"]["quantization_status"] == "compressed"
+    config["quantization_config"]["quantization_status"] = "frozen"
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    check_quantization(config["quantization_config"])
+    known, found = Checkpoint.open(FIXTURES / name), Checkpoint.open(tmp_path / "model")
+    module, shape = next(iter(modules(name).items()))
+    expected = matrix_of(weight_of(known, module, shape))
+    assert torch.equal(matrix_of(weight_of(found, module, shape)), expected)
+    tensors = {key: found.raw(key) for key in found}
+    save_file({**tensors, f"{module}.weight": expected.bfloat16()}, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=module):
+        weight_of(Checkpoint.open(tmp_path / "model"), module, shape)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -239,8 +239,8 @@ def _add_deepseek(writer: gguf.GGUFWriter, config: Any, is_split: bool) -> None:
     writer.add_kv_lora_rank(config.kv_lora_rank)
     writer.add_expert_group_count(config.n_group)
     writer.add_expert_group_used_count(config.topk_group)
+    writer.add_nextn_predict_layers(0)
     if writer.arch == "deepseek32":
-        writer.add_nextn_predict_layers(0)
         for key, value in (("head_count", 2), ("key_length", 16), ("top_k", getattr(config, "index_topk", 128))):
             writer.add_uint32(f"deepseek32.attention.indexer.{key}", value)
     if config.rope_parameters["rope_type"] == "yarn":
@@ -295,7 +295,8 @@ def write_mixture(
     kind: of all matrices, or by the end of their names with "" for the others. keys: instead of those of the
     converter, by the end of their names; None leaves one out.
     """
-    kin = "glm-dsa" if arch == "deepseek32" else arch  # which is newer than the package, and has the same names
+    # The package is older than deepseek32, and than modules in files of deepseek2; glm-dsa has the same names.
+    kin = "glm-dsa" if arch in ("deepseek2", "deepseek32") else arch
     model = next(known for known, name in gguf.MODEL_ARCH_NAMES.items() if name == kin)
     names = gguf.get_tensor_name_map(model, config.num_hidden_layers)
     writer = gguf.GGUFWriter(path, arch)

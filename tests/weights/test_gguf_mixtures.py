@@ -156,6 +156,18 @@ def test_quantized_halves_of_heads(tmp_path: Path) -> None:
     assert torch.equal(found, logits(same)) and not torch.equal(found, exact)
 
 
+def test_blocks_for_drafting_are_left_out(tmp_path: Path) -> None:
+    """Today's converter keeps the one of GLM-4.7-Flash."""
+
+    def with_module(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        last = {name.replace("blk.1.", "blk.2."): each for name, each in tensors.items() if name.startswith("blk.1.")}
+        return {**tensors, **last, "blk.2.nextn.eh_proj.weight": torch.ones(32, 64)}
+
+    keys = {"block_count": 3, "nextn_predict_layers": 1}
+    folder, path = make(tmp_path, "glm-4.7-flash", change=with_module, **keys)
+    assert torch.equal(logits(path), logits(folder))
+
+
 def test_keys_early_qwen2moe_files_lack(tmp_path: Path) -> None:
     keys = {"expert_feed_forward_length": None, "expert_shared_feed_forward_length": None}
     folder, path = make(tmp_path, "qwen2moe", **keys)

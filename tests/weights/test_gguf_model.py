@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,30 @@ def test_phi3_longrope(tmp_path: Path) -> None:
     makers.write_model(path, folder, model, "phi3", "F32", rope_factors_short=rope["short_factor"],
                        rope_factors_long=rope["long_factor"])  # fmt: skip
     makers.write_again(path, lambda writer: (writer.add_rope_scaling_orig_ctx_len(32), writer.add_sliding_window(0)))
+    assert torch.allclose(logits(path), logits(folder), atol=1e-5)
+
+
+@pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor"])
+def test_files_of_olmo_3_hold_the_whole_amplitude(key: str, tmp_path: Path) -> None:
+    """Under the name older converters give it or today's, which write the base of the windows' rope, too."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
+    ropes = {"full_attention": yarn, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    yarn["attention_factor"] = 1.2079441541679836
+    fields = {"num_hidden_layers": 4, "sliding_window": 5, "rope_parameters": ropes}
+    model = factory.random_hf_model("olmo3", fields)
+    folder = factory.save_checkpoint(model, tmp_path / "folder")
+    path = tmp_path / "model.gguf"
+    makers.write_model(path, folder, model, "olmo2")
+    makers.write_again(path, lambda writer: (
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN), writer.add_rope_scaling_factor(8.0),
+        writer.add_rope_scaling_orig_ctx_len(16), writer.add_rope_freq_base_swa(1e4),
+        writer.add_float32(f"olmo2.rope.scaling.{key}", yarn["attention_factor"])))  # fmt: skip
+    ours, theirs = read_config(path), read_config(folder)
+    assert ours is not None and theirs is not None
+    for found, expected in zip(ours.layer_ropes, theirs.layer_ropes, strict=True):
+        assert found.amplitude == pytest.approx(expected.amplitude, rel=1e-7)
+        assert replace(found, attention_factor=None) == replace(expected, attention_factor=None)
+    assert ours.rope_of(3).amplitude == pytest.approx(1.2079441) and ours.rope_of(0).theta == 1e4
     assert torch.allclose(logits(path), logits(folder), atol=1e-5)
 
 

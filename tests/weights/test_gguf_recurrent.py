@@ -114,6 +114,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "pooling": ("lfm2", lambda w: w.add_pooling_type(gguf.PoolingType.MEAN), "sets lfm2.pooling_type = 1"),
     "steps": ("granitehybrid", lambda w: w.add_ssm_dt_b_c_rms(True), "sets granitehybrid.ssm.dt_b_c_rms = True"),
     "scale": ("lfm2moe", lambda w: w.add_expert_weights_scale(2.0), "sets lfm2moe.expert_weights_scale = 2.0"),
+    "module": ("kimi-linear", lambda w: w.add_nextn_predict_layers(1), "sets kimi-linear.nextn_predict_layers = 1"),
     "gating": ("qwen35moe", lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID), "gating_func = 2"),
 }
 

@@ -7,15 +7,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from forerun.errors import CheckpointError, UnsupportedError
+from forerun.weights.gguf_config import ARCHITECTURES
 from forerun.weights.gguf_file import GgufFile
 from forerun.weights.gguf_metadata import GGUFMetadata
+from forerun.weights.gguf_pretokenizers import PRE_TOKENIZERS
 from forerun.weights.gguf_tokenizer import read_tokenizer
+from forerun.weights.gguf_vocabulary import tokenizer_metadata
+from forerun.weights.gguf_write import Typed
 from forerun.weights.tokenizer import Tokenizer
 from tests.support.shared import shared_data
+from tests.weights import makers
 
 VOCABULARIES = ("llama-spm", "phi-3", "gpt-2", "deepseek-llm", "deepseek-coder", "falcon", "mpt", "refact", "starcoder")
+# Architecture -> the pre-tokenizer its converter writes, for the model published last where there are several; or the
+# kind of its tokenizer, which has none.
+WRITTEN = {
+    "llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2", "phi3": "llama", "qwen2moe": "qwen2", "qwen3moe": "qwen2",
+    "deepseek2": "glm4", "gpt-oss": "gpt-4o", "glm4moe": "glm4", "minimax-m2": "minimax-m2", "gemma4": "gemma4",
+    "llama4": "llama4", "deepseek32": "deepseek-v3", "step35": "deepseek-v3", "mimo2": "qwen2", "gemma2": "llama",
+    "gemma3": "llama", "olmo2": "dbrx", "exaone4": "exaone4", "granite": "dbrx", "smollm3": "smaug-bpe",
+    "mistral3": "tekken", "glm4": "glm4", "cohere2": "command-r", "qwen3next": "qwen2", "qwen35": "qwen35",
+    "qwen35moe": "qwen35", "lfm2": "lfm2", "lfm2moe": "lfm2", "granitehybrid": "dbrx", "falcon-h1": "falcon-h1",
+    "nemotron_h": "pixtral", "nemotron_h_moe": "pixtral", "kimi-linear": "kimi-k2",
+}  # fmt: skip
 SEPARATOR = "\n__ggml_vocab_test__\n"
 
 
@@ -65,6 +82,31 @@ def test_special_tokens_and_templates_of_the_file() -> None:
     assert deepseek.encode("Hello")[0] == 100000 and deepseek.eos_token_ids == (100001,)
 
 
+def test_every_architecture_comes_with_a_tokenizer_that_is_read() -> None:
+    assert set(WRITTEN) == set(ARCHITECTURES)
+    assert set(WRITTEN.values()) <= {*PRE_TOKENIZERS, "llama", "gemma4"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "cuts"),
+    [
+        (
+            "kimi-k2",
+            "Kimi是月之暗面的AI助手，HelloWorld中文's don't 12345\n\n x々〇 café中。\n",
+            ["Kimi", "是月之暗面的", "AI", "助手", "，Hello", "World", "中文", "'s", " don't", " ", "123", "45", "\n\n",
+             " x", "々〇", " café", "中", "。\n"],
+        ),
+        ("kimi-k2", "日本のカメラ 한국어x", ["日本", "のカメラ", " 한국어x"]),
+        ("exaone4", "It's 2025年!", ["It", "'s", " 2025", "年", "!"]),
+        ("kanana2", "It's 2025", ["It's", " ", "202", "5"]),
+    ],
+)  # fmt: skip
+def test_where_texts_are_cut(name: str, text: str, cuts: list[str]) -> None:
+    (pattern,) = PRE_TOKENIZERS[name].patterns
+    splitter = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    assert [piece for piece, _ in splitter.pre_tokenize_str(text)] == cuts
+
+
 def metadata(**changes: Any) -> GGUFMetadata:
     """A byte-level vocabulary of two letters, a merge and an end token."""
     values: dict[str, Any] = {
@@ -86,6 +128,17 @@ def test_a_small_vocabulary() -> None:
     assert tokenizer.decode([2, 1, 3]) == "abb"
     framed = read_tokenizer(metadata(add_bos_token=True, bos_token_id=0, add_eos_token=True))
     assert framed.encode("b") == [0, 1, 3] and framed.encode("b", add_special_tokens=False) == [1]
+
+
+def test_templates_for_tools_are_written_and_read(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    written = tokenizer_metadata(makers.save(makers.byte_level(), tmp_path, chat_template=templates), 400)
+    assert written["tokenizer.chat_templates"] == ["tool_use"]
+    values = {key: np.array(value.value) if isinstance(value, Typed) else value for key, value in written.items()}
+    tokenizer = read_tokenizer(GGUFMetadata(tmp_path / "model.gguf", values))
+    assert (tokenizer.chat_template, tokenizer.tool_template) == ("a", "b")
+    alone = tokenizer_metadata(makers.save(makers.byte_level(), tmp_path, chat_template="a"), 400)
+    assert [key for key in alone if "template" in key] == ["tokenizer.chat_template"]
 
 
 def test_what_ends_an_answer_of_gpt_oss() -> None:

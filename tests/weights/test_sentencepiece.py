@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,70 @@ def test_trained_models(trained: Path) -> None:
     assert vocabulary.model_type in (ModelType.BPE, ModelType.UNIGRAM)
 
 
+def folder_with_added(folder: Path, texts: Any, decoder: Any) -> Path:
+    """Llama 2's model with tokens of ChatML beside it."""
+    path = shared_data("tokenizers/llama2/tokenizer.model")
+    (folder / "tokenizer.model").write_bytes(path.read_bytes())
+    (folder / "added_tokens.json").write_text(json.dumps(texts))
+    config = {"eos_token": "<|im_end|>", "added_tokens_decoder": decoder}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_tokens_that_other_files_add(tmp_path: Path) -> None:
+    plain = folder_with_added(tmp_path, {}, {})
+    user = Tokenizer.from_folder(plain).encode("user", add_special_tokens=False)
+    texts, decoder = {"<|im_start|>": 32001, "<|im_end|>": 32000}, {
+        "0": {"content": "<unk>", "special": True},
+        "32001": {"content": "<|im_start|>", "special": True, "rstrip": True, "normalized": False},
+        "32005": {"content": "<tool>", "special": False, "lstrip": True},
+    }  # fmt: skip
+    tokenizer = Tokenizer.from_folder(folder_with_added(tmp_path, texts, {}))
+    ids = tokenizer.encode("<|im_start|>user<|im_end|>")
+    assert ids == [1, 32001, *user, 32000] and tokenizer.decode(ids) == "<|im_start|> user"
+    assert 32000 in tokenizer.eos_token_ids and tokenizer.vocab_size == 32002
+    tokenizer = Tokenizer.from_folder(folder_with_added(tmp_path, texts, decoder))
+    assert tokenizer.encode("<|im_start|>   user <tool><|im_end|>") == [1, 32001, *user, 32005, 32000]
+    assert tokenizer.decode([1, 32001, *user, 32005, 32000]) == "user<tool>"
+    assert tokenizer.vocab_size == 32006 and tokenizer.token_text(32003) == "[PAD32003]"
+
+
+@pytest.mark.parametrize(
+    ("texts", "decoder", "said"),
+    [
+        ({"<x>": "many"}, {}, "many"),
+        ({"<x>": -1}, {}, "got -1"),
+        ({"<x>": 2**40}, {}, "from 0 to 1048575, got 1099511627776"),
+        ({}, {"32000": "<x>"}, "mapping"),
+        ({}, {"32000": {"special": True}}, "content"),
+        ({}, [1], "items"),
+    ],
+)
+def test_damaged_tokens_beside_a_model(texts: Any, decoder: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"added_tokens.json or added_tokens_decoder .*{said}"):
+        Tokenizer.from_folder(folder_with_added(tmp_path, texts, decoder))
+
+
+def test_pieces_of_users_as_in_gemma(tmp_path: Path) -> None:
+    """Runs of spaces, and tags of HTML that are no start and end tokens."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES[:6] * 3 + makers.TEXTS), model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=360, model_type="bpe", byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
+        add_dummy_prefix=False, remove_extra_whitespaces=False, normalization_rule_name="identity",
+        user_defined_symbols=["▁▁", "▁▁▁", "<s>", "</s>", "\n\n"], bos_piece="<bos>", eos_piece="<eos>",
+    )  # fmt: skip
+    truth, bare = library(tmp_path / "tokenizer.model"), Tokenizer.from_folder(tmp_path)
+    assert bare.special_tokens["bos_token"] is None and bare.start_ids == ()
+    config = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.start_ids == (1,) and tokenizer.eos_token_ids == (2,)
+    for text in (*SENTENCES, "a   b  c\n\n<s>x</s>     y"):
+        assert tokenizer.encode(text, add_special_tokens=False) == truth.encode(text), text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
 @pytest.mark.parametrize(
     "raw", [b"", b"\x0a", b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"hello", b"\x0a\x02\x08\x01"]
 )
@@ -109,6 +174,33 @@ def test_unsupported_kind(tmp_path: Path) -> None:
 def field(number: int, content: bytes) -> bytes:
     """Of a protocol buffer, up to 127 bytes."""
     return bytes([number << 3 | 2, len(content)]) + content
+
+
+def write_model(path: Path, normalizer: bytes, *pieces: tuple[str, float, PieceType]) -> None:
+    """A unigram model of <unk> and these pieces; `normalizer`: fields of a NormalizerSpec."""
+    messages = [
+        field(1, text.encode()) + b"\x15" + struct.pack("<f", score) + bytes([0x18, kind])
+        for text, score, kind in (("<unk>", 0.0, PieceType.UNKNOWN), *pieces)
+    ]
+    path.write_bytes(b"".join(field(1, message) for message in messages) + field(3, normalizer))
+
+
+def test_added_tokens_leave_unknown_characters_what_they_cost(tmp_path: Path) -> None:
+    """In a unigram model a little more than the rarest piece: here x, which is no piece but begins one."""
+    path, scores = tmp_path / "tokenizer.model", {"a": -8.0, "b": -15.0, "ab": -1.0, "xa": -20.0}
+    write_model(path, b"\x18\x00\x20\x00", *((text, score, PieceType.NORMAL) for text, score in scores.items()))
+    (tmp_path / "added_tokens.json").write_text('{"<x>": 5}')
+    ids = Tokenizer.from_folder(tmp_path).encode("xab<x>", add_special_tokens=False)
+    assert ids == [*library(path).encode("xab"), 5] == [0, 3, 5]
+
+
+def test_spaces_of_users_stay_where_texts_begin_with_one(tmp_path: Path) -> None:
+    path, scores = tmp_path / "tokenizer.model", {"\u2581": -3.0, "a": -4.0, "b": -5.0}
+    normal = ((text, score, PieceType.NORMAL) for text, score in scores.items())
+    write_model(path, b"\x18\x01\x20\x00", *normal, ("\u2581\u2581", 0.0, PieceType.USER_DEFINED))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    ids = tokenizer.encode("a  b", add_special_tokens=False)
+    assert ids == library(path).encode("a  b") and tokenizer.decode(ids) == "a  b"
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

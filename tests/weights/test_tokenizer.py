@@ -107,6 +107,36 @@ def test_chat_templates_wherever_they_are(place: str, tmp_path: Path) -> None:
     assert tokenizer.encode_chat(MESSAGES) == tokenizer.encode(text, add_special_tokens=False)
 
 
+@pytest.mark.parametrize("place", ["config", "folder"])
+def test_templates_for_tools(place: str, tmp_path: Path) -> None:
+    templates, settings = {"default": TEMPLATE, "tool_use": "{{ tools }}", "rag": "{{ documents }}"}, {}
+    if place == "config":
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    else:
+        settings["chat_template"] = "files stand above it"
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+        for name in ("tool_use", "rag"):
+            (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(templates[name])
+    tokenizer = Tokenizer.from_folder(makers.save(makers.byte_level(), tmp_path, **settings))
+    assert (tokenizer.chat_template, tokenizer.tool_template) == (TEMPLATE, "{{ tools }}")
+    other = transformers_tokenizer(tmp_path)
+    assert other.get_chat_template(tools=[{}]) == tokenizer.tool_template
+    assert other.get_chat_template() == tokenizer.chat_template
+
+
+def test_other_templates_in_files_leave_the_usual_one_of_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("{{ documents }}")
+    tokenizer = Tokenizer.from_folder(makers.save(makers.byte_level(), tmp_path, chat_template=TEMPLATE))
+    assert tokenizer.chat_template == tokenizer.tool_template == TEMPLATE
+
+
+def test_a_template_alone_is_for_tools_as_well(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_folder(makers.save(makers.byte_level(), tmp_path, chat_template=TEMPLATE))
+    assert tokenizer.tool_template == TEMPLATE and makers.byte_level().tool_template is None
+
+
 def test_chat_templates_that_refuse(tmp_path: Path) -> None:
     folder = makers.save(makers.byte_level(), tmp_path, chat_template=TEMPLATE)
     tokenizer = Tokenizer.from_folder(folder)
@@ -204,7 +234,10 @@ def test_damaged_tokenizers(tmp_path: Path) -> None:
     (tmp_path / "tiktoken.model").write_text("IQ== 0\n")
     with pytest.raises(CheckpointError, match=r"tiktoken\.model and in code .* copy a tokenizer\.json beside it"):
         Tokenizer.from_folder(tmp_path)
-    (tmp_path / "tiktoken.model").unlink()
+    (tmp_path / "tiktoken.model").rename(tmp_path / "tekken.json")
+    with pytest.raises(CheckpointError, match=r"tekken\.json, which forerun does not read: copy a tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tekken.json").unlink()
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')

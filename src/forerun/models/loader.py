@@ -50,9 +50,12 @@ log = logging.getLogger("forerun.models")
 DTYPES: dict[str, torch.dtype | None] = {
     "auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": None,
 }  # fmt: skip
-LIMITS = {  # why families stop before the positions their config.json states
+LIMITS = {  # why families, or models with a field, stop before the positions their config.json states
     "deepseek_v32": "past index_topk positions it attends to a selection of them, which forerun does not do",
     "llama4_text": "past floor_scale positions it multiplies queries by position, which forerun does not do",
+    "dual_chunk_attention_config": (
+        "past its first chunk it counts positions by chunks (dual chunk attention), which forerun does not do"
+    ),
 }
 LONG_ROPE = "past its original context this model computes attention differently, which forerun does not do"
 NOT_SHARED = (
@@ -358,7 +361,8 @@ def _positions(possible: int, wanted: int | None, raw: Mapping[str, Any]) -> int
     if not 1 <= wanted <= possible:
         stated = raw.get("max_position_embeddings")
         stretched = isinstance(stated, int) and stated > possible
-        known = LIMITS.get(str(raw.get("model_type")), LONG_ROPE if stretched else "")
+        reasons = (why for name, why in LIMITS.items() if name == raw.get("model_type") or raw.get(name))
+        known = next(reasons, LONG_ROPE if stretched else "")
         reason = raw.get(LIMITED_BY, known)
         raise ConfigError(
             f"max_model_len must be from 1 to {possible}, the positions this model can use; got {wanted}"

@@ -7,6 +7,7 @@ Knows: the fields of every rope scaling and which of them a kind reads. Does not
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from forerun.errors import CheckpointError, UnsupportedError
@@ -20,7 +21,11 @@ LOCAL_BASE = "rope_local_base_freq"
 MAX_FACTOR = 10_000.0  # by which a context is stretched; beyond, float32 frequencies are too coarse
 _ALWAYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 _BEYOND_ORIGINAL = frozenset({"llama_4_scaling_beta", "max_position_embeddings"})
-_YARN = "factor original_max_position_embeddings attention_factor mscale mscale_all_dim beta_fast beta_slow truncate"
+# finetuned says that the model was trained with the scaling, which changes nothing.
+_YARN = (
+    "factor original_max_position_embeddings attention_factor attn_factor mscale mscale_all_dim beta_fast beta_slow "
+    "truncate finetuned"
+)
 _LLAMA3 = "factor original_max_position_embeddings low_freq_factor high_freq_factor"
 _LONGROPE = "factor original_max_position_embeddings attention_factor short_factor long_factor"
 _READ_BY_KIND: dict[str, frozenset[str]] = {
@@ -117,7 +122,7 @@ def _refuse_unread(table: Mapping[str, Any], kind: str, family: Family) -> None:
     if unread:
         raise UnsupportedError(
             f"config.json: rope scaling of type {kind!r} has fields forerun does not know: {', '.join(unread)}; "
-            f"known are {', '.join(sorted(allowed))}"
+            f"known are {', '.join(sorted(allowed))}; {THROUGH_TRANSFORMERS}"
         )
 
 
@@ -181,7 +186,7 @@ def _optional(scaling: Fields, name: str) -> float | None:
 
 
 def _yarn(scaling: Fields, fields: Fields, rotary_dim: int, theta: float) -> RopeSpec:
-    return RopeSpec(
+    spec = RopeSpec(
         kind="yarn",
         rotary_dim=rotary_dim,
         theta=theta,
@@ -194,6 +199,11 @@ def _yarn(scaling: Fields, fields: Fields, rotary_dim: int, theta: float) -> Rop
         beta_slow=scaling.number("beta_slow", default=1.0) or 1.0,
         truncate=scaling.flag("truncate", default=True),
     )
+    if spec.attention_factor is not None or not scaling.given("attn_factor"):
+        return spec
+    # YaRN's own code multiplies the amplitude by it. So did vLLM when DeepSeek published R1-0528-Qwen3-8B, whose value
+    # cancels the amplitude; transformers does not read the field.
+    return replace(spec, attention_factor=scaling.number("attn_factor", maximum=MAX_FACTOR) * spec.amplitude)
 
 
 def _llama3(scaling: Fields, fields: Fields, rotary_dim: int, theta: float) -> RopeSpec:

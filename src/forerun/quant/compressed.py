@@ -70,7 +70,8 @@ class CompressedFormat:
 def check_compressed(settings: Settings) -> None:
     """Raise UnsupportedError for formats, schemes and extras that are not implemented."""
     settings.require("format", FORMATS, PACKED)
-    settings.require("quantization_status", ("compressed",), "compressed")
+    # Models written through transformers are called frozen; matrices not compressed yet are refused when read.
+    settings.require("quantization_status", ("compressed", "frozen"), "compressed")
     if settings.section("transform_config").section("config_groups").names():
         settings.refuse("transform_config")
     settings.section("sparsity_config").require("format", ("dense",), "dense")

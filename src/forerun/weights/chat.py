@@ -1,6 +1,6 @@
 """Chat templates: a conversation becomes the text the model was trained on.
 
-Knows: where a folder keeps its template, and the processes that render one (see `template_worker`). Does not know:
+Knows: where a folder keeps its templates, and the processes that render one (see `template_worker`). Does not know:
 tokens.
 """
 
@@ -22,21 +22,29 @@ from forerun.weights import template_worker
 from forerun.weights.checkpoint import read_optional_json
 
 TEMPLATE_FILE = "chat_template.jinja"
+OTHER_TEMPLATES = "additional_chat_templates/*.jinja"  # by their names
 NUM_RENDERERS = 4  # conversations rendered at the same time
 MAX_WAIT_S = 60.0  # wall time, generous for a busy machine; the process itself stops after MAX_CPU_S of CPU time
 
 
-def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The folder's template: its own file, else tokenizer_config.json (`settings`), else chat_template.json."""
-    if (folder / TEMPLATE_FILE).exists():
-        return (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
-    template = settings.get("chat_template") or read_optional_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{folder}: chat_template must be a string, got {type(template).__name__}")
-    return template
+def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The folder's templates by name; the usual one is "default", and "tool_use" is for conversations with tools.
+
+    They are in files of their own; where the usual one is not, it is in tokenizer_config.json (`settings`), else in
+    chat_template.json, and others may be beside it.
+    """
+    files = {"default": folder / TEMPLATE_FILE} | {path.stem: path for path in folder.glob(OTHER_TEMPLATES)}
+    named: dict[str, Any] = {name: path.read_text("utf-8") for name, path in files.items() if path.exists()}
+    if "default" not in named:
+        found = settings.get("chat_template") or read_optional_json(folder / "chat_template.json").get("chat_template")
+        told = {"default": found}
+        if isinstance(found, list):
+            told = {str(entry.get("name")): entry.get("template") for entry in found if isinstance(entry, dict)}
+        named = {**told, **named}
+    wrong = next((value for value in named.values() if not isinstance(value, str | None)), None)
+    if wrong is not None:
+        raise CheckpointError(f"{folder}: chat_template must be a string, got {type(wrong).__name__}")
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:

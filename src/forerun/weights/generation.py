@@ -34,7 +34,7 @@ class GenerationConfig:
             return GenerationConfig()
         path = Path(choice) / NAME if Path(choice).is_dir() else Path(choice)
         if not path.is_file():
-            raise ConfigError(f"generation-config must be auto, none, or a file or folder of one; there is no {path}")
+            raise ConfigError(f"generation_config must be auto, none, or a file or folder of one; there is no {path}")
         return _parse(path)
 
     @staticmethod

@@ -22,9 +22,9 @@ from forerun.weights.gguf_metadata import GGUFMetadata, share
 from forerun.weights.gguf_mixtures import (
     DEEPSEEK32,
     DEEPSEEK32_KEYS,
+    DEEPSEEK_KEYS,
     EXPERT_KEYS,
     GLM_KEYS,
-    LATENT_KEYS,
     LLAMA4_KEYS,
     QWEN_KEYS,
     deepseek32_fields,
@@ -44,7 +44,7 @@ from forerun.weights.gguf_windowed import MIMO, MIMO_KEYS, STEP, STEP_KEYS, mimo
 # Architecture -> the keys it has beyond the common ones.
 ARCHITECTURES = {
     "llama": EXPERT_KEYS, "qwen2": "", "qwen3": "", "phi3": "", "qwen2moe": QWEN_KEYS, "qwen3moe": QWEN_KEYS,
-    "deepseek2": LATENT_KEYS, "gpt-oss": f"{EXPERT_KEYS} expert_feed_forward_length", "glm4moe": GLM_KEYS,
+    "deepseek2": DEEPSEEK_KEYS, "gpt-oss": f"{EXPERT_KEYS} expert_feed_forward_length", "glm4moe": GLM_KEYS,
     "minimax-m2": f"{EXPERT_KEYS} expert_feed_forward_length expert_gating_func", "gemma4": GEMMA4_KEYS,
     "llama4": LLAMA4_KEYS, DEEPSEEK32: DEEPSEEK32_KEYS,
     STEP: STEP_KEYS, MIMO: MIMO_KEYS,
@@ -284,6 +284,10 @@ def _scaling(metadata: GGUFMetadata, arch: str, kind: str, positions: int) -> di
         return {**scaling, **latent_yarn(metadata, arch)}
     if arch == MISTRAL3 and (mscale := metadata.number(f"{prefix}.yarn_log_multiplier", 0.0)):
         return {**scaling, "mscale": 1.0, "mscale_all_dim": mscale}
+    if arch == "olmo2":  # whose files hold the whole amplitude, older ones under the second key
+        keys = (f"{prefix}.yarn_attn_factor", f"{prefix}.attn_factor")
+        whole = [metadata.number(key) for key in keys if key in metadata]
+        return {**scaling, "attention_factor": whole[0]} if whole else scaling
     if arch == "gpt-oss":  # which was trained without truncation; no key says so
         scaling["truncate"] = False
     extra = metadata.number(f"{prefix}.attn_factor", 1.0)

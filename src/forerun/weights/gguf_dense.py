@@ -57,7 +57,10 @@ def _gemma3(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
 def _olmo2(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
     bias = {"attention_bias": _has_bias(file)}
     window = _window(metadata, "olmo2")
-    return {"model_type": "olmo3", **bias, **window} if window["sliding_window"] else bias
+    if not window["sliding_window"]:
+        return bias
+    local = metadata.number("olmo2.rope.freq_base_swa", metadata.number("olmo2.rope.freq_base", 10000.0))
+    return {"model_type": "olmo3", **bias, **window, "rope_local_base_freq": local}
 
 
 def _exaone4(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
@@ -132,7 +135,7 @@ _GEMMA_KEYS = "attn_logit_softcapping final_logit_softcapping rope.freq_base_swa
 DENSE: dict[str, tuple[str, Reader]] = {
     "gemma2": (_GEMMA_KEYS, _gemma2),
     "gemma3": (_GEMMA_KEYS, _gemma3),
-    "olmo2": (_PATTERN, _olmo2),
+    "olmo2": (f"{_PATTERN} rope.freq_base_swa rope.scaling.yarn_attn_factor", _olmo2),
     "exaone4": (_PATTERN, _exaone4),
     "granite": (_GRANITE_KEYS, _granite),
     "smollm3": ("", _smollm3),

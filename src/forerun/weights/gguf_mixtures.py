@@ -27,11 +27,9 @@ LATENT_KEYS = (
 )
 LLAMA4_KEYS = f"{EXPERT_KEYS} expert_feed_forward_length interleave_moe_layer_step"
 _MAVERICK = 128  # experts of the Llama 4 that does not normalise queries and keys
+DEEPSEEK_KEYS = f"{LATENT_KEYS} nextn_predict_layers"
 DEEPSEEK32 = "deepseek32"
-DEEPSEEK32_KEYS = (
-    f"{LATENT_KEYS} attention.indexer.head_count attention.indexer.key_length attention.indexer.top_k "
-    "nextn_predict_layers"
-)
+DEEPSEEK32_KEYS = f"{DEEPSEEK_KEYS} attention.indexer.head_count attention.indexer.key_length attention.indexer.top_k"
 _SIGMOID = 2  # a value of expert_gating_func
 # (blocks, experts) -> (groups, groups used), for models published before files stored it: DeepSeek-V3, Moonlight, Kimi
 # K2
@@ -75,12 +73,17 @@ def gpt_oss_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
 
 
 def deepseek_fields(file: GgufModel, metadata: GGUFMetadata, arch: str = "deepseek2") -> dict[str, Any]:
-    """Fields of deepseek2 files like DeepSeek-V3, which store keys and values by head or as one latent for all."""
+    """Fields of deepseek2 files like DeepSeek-V3, which store keys and values by head or as one latent for all.
+
+    The last blocks may be layers for drafting (GLM-4.7-Flash).
+    """
+    number = partial(_integer, metadata, arch=arch)
     _refuse_softmax(metadata, arch)
     experts = sigmoid_fields(file, metadata, arch)
     groups, used_groups = _groups(metadata, experts["n_routed_experts"], arch)
     return {
         "model_type": "deepseek_v3",
+        "num_hidden_layers": number("block_count") - number("nextn_predict_layers", 0),
         **latent_fields(metadata, arch),
         **experts,
         "n_group": groups,
@@ -90,13 +93,11 @@ def deepseek_fields(file: GgufModel, metadata: GGUFMetadata, arch: str = "deepse
 
 
 def deepseek32_fields(file: GgufModel, metadata: GGUFMetadata) -> dict[str, Any]:
-    """Fields of DeepSeek-V3.2: an indexer, and blocks for drafting behind the layers."""
-    number = partial(_integer, metadata, arch=DEEPSEEK32)
+    """Fields of DeepSeek-V3.2, which has an indexer."""
     return {
         **deepseek_fields(file, metadata, DEEPSEEK32),
         "model_type": "deepseek_v32",
-        "num_hidden_layers": number("block_count") - number("nextn_predict_layers", 0),
-        "index_topk": number("attention.indexer.top_k"),
+        "index_topk": metadata.integer(f"{DEEPSEEK32}.attention.indexer.top_k"),
     }
 
 

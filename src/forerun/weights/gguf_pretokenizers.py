@@ -28,6 +28,15 @@ _LETTERS = (
 _GPT4O = "".join(f"{letters}(?i:'s|'t|'re|'ve|'m|'ll|'d)?|" for letters in _LETTERS) + (
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_LETTERS_BUT_HAN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*",
+)
+_KIMI = (
+    r"[\p{Han}]+|"
+    + "".join(f"{letters}(?i:'s|'t|'re|'ve|'m|'ll|'d)?|" for letters in _LETTERS_BUT_HAN)
+    + (rf"\p{{N}}{{1,3}}|{_REST}")
+)
 _TEKKEN = "|".join(_LETTERS) + r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _DEEPSEEK_LETTERS = (  # escaped: some of these characters do not survive Unicode normalization
@@ -73,16 +82,21 @@ PRE_TOKENIZERS = {
     "falcon-h1": _LLAMA_BPE,
     "pixtral": _LLAMA_BPE,
     "lfm2": _LLAMA_BPE,
+    "midm-2.0": _LLAMA_BPE,
     "qwen2": PreTokenizer((_QWEN2,), composes=True),
     "qwen35": PreTokenizer((_QWEN35,), composes=True),
     "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),
     "megrez": PreTokenizer((_QWEN2,)),
+    "kormo": PreTokenizer((_QWEN2,)),
     "gpt-2": _PLAIN,
     "mpt": _NEOX,
     "olmo": _NEOX,
     "jais": _PLAIN,
     "phi-2": _PLAIN,
     "gigachat": _PLAIN,
+    "a.x-4.0": _PLAIN,
+    "mellum": _PLAIN,
+    "exaone4": _PLAIN,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "refact": _DIGITS,
@@ -95,6 +109,8 @@ PRE_TOKENIZERS = {
     "gpt-4o": PreTokenizer((_GPT4O,)),
     "llama4": PreTokenizer((_GPT4O,)),
     "minimax-m2": PreTokenizer((_GPT4O,)),
+    "kanana2": PreTokenizer((_GPT4O,)),
+    "kimi-k2": PreTokenizer((_KIMI,)),
     "dbrx": PreTokenizer((_LLAMA3,)),
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
     "chatglm-bpe": PreTokenizer((_LLAMA3,)),

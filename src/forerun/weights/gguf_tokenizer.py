@@ -23,6 +23,7 @@ END_NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftex
              "<|tool_response>", "[e~[", "<|return|>", "<|call|>")  # fmt: skip
 HARMONY_NAMES = {"<|return|>", "<|call|>", "<|end|>"}  # in a vocabulary with all three, <|end|> ends only a message
 _END_KEYS = ("eos", "eot", "eom")
+TOOL_TEMPLATE = "tokenizer.chat_template.tool_use"
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _KEPT_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other special tokens remove the spaces after them
 
@@ -42,7 +43,7 @@ def read_tokenizer(metadata: GGUFMetadata) -> Tokenizer:
     # llama.cpp's converter stores user-defined tokens as text, not as the bytes' visible characters.
     users = [i for i, kind in enumerate(_types(metadata, names)) if kind == PieceType.USER_DEFINED]
     plain_ids = users if model == "gpt2" else ()
-    return Tokenizer(backend, settings, end_token_ids(metadata), _chat_template(metadata), plain_ids)
+    return Tokenizer(backend, settings, end_token_ids(metadata), _chat_templates(metadata), plain_ids)
 
 
 def end_token_ids(metadata: GGUFMetadata) -> tuple[int, ...]:
@@ -207,8 +208,7 @@ def _framing(metadata: GGUFMetadata, key: str, names: list[str], default: bool) 
     return [token_id]
 
 
-def _chat_template(metadata: GGUFMetadata) -> str | None:
-    template = metadata.get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise metadata.wrong("tokenizer.chat_template", "a text")
-    return template
+def _chat_templates(metadata: GGUFMetadata) -> dict[str, str]:
+    """As `read_templates` gives them."""
+    keys = {"default": "tokenizer.chat_template", "tool_use": TOOL_TEMPLATE}
+    return {name: metadata.text(key) for name, key in keys.items() if metadata.get(key) is not None}

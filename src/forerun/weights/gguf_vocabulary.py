@@ -13,6 +13,7 @@ from typing import Any
 
 from forerun.errors import UnsupportedError
 from forerun.weights.gguf_pretokenizers import DIGIT, GPT2, PRE_TOKENIZERS
+from forerun.weights.gguf_tokenizer import TOOL_TEMPLATE
 from forerun.weights.gguf_write import Typed
 from forerun.weights.sentencepiece import META, PieceType
 from forerun.weights.tokenizer import Tokenizer
@@ -42,8 +43,11 @@ def tokenizer_metadata(folder: Path, vocab_size: int) -> dict[str, Any]:
     values["add_bos_token"] = tokenizer.bos_token_id is not None and tokenizer.bos_token_id in framed[:1]
     values["add_eos_token"] = bool(framed) and framed[-1] in tokenizer.eos_token_ids and framed[-1] != framed[0]
     named = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
-    template = tokenizer.chat_template
-    return named if template is None else {**named, "tokenizer.chat_template": template}
+    if tokenizer.chat_template is not None:
+        named["tokenizer.chat_template"] = tokenizer.chat_template
+    if tokenizer.tool_template is not None and tokenizer.tool_template != tokenizer.chat_template:
+        named |= {"tokenizer.chat_templates": ["tool_use"], TOOL_TEMPLATE: tokenizer.tool_template}
+    return named
 
 
 def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:

@@ -8,8 +8,8 @@ the same pieces and scores from files of their own.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 
@@ -52,6 +52,7 @@ class PieceVocabulary:
     remove_extra_whitespaces: bool = False
     charsmap: bytes = b""
     merges: tuple[tuple[str, str], ...] | None = None  # best first; None: what scores say
+    added: Mapping[int, AddedToken] = field(default_factory=dict)  # what other files say of tokens, by id
 
     def ids_of(self, kind: PieceType) -> list[int]:
         """Token ids of one type."""
@@ -70,6 +71,29 @@ def build_tokenizer(vocabulary: PieceVocabulary, start: str | None) -> tokenizer
             single=f"{start} $A", pair=f"{start} $A $B", special_tokens=[(start, vocabulary.pieces.index(start))]
         )
     return tokenizer
+
+
+def with_added(vocabulary: PieceVocabulary, added: Mapping[int, AddedToken]) -> PieceVocabulary:
+    """The vocabulary with the tokens that other files add to it or rename; ids between them get names of their own.
+
+    Tokens of users (Gemma's runs of spaces) are looked for in the text itself, where a space is a space, but for
+    vocabularies that put a space before every text: they would put one behind each such token, too.
+    Source: llama.cpp conversion/base.py, _create_vocab_sentencepiece.
+    """
+    size = len(vocabulary.pieces)
+    missing = range(size, max([size, *(token_id + 1 for token_id in added)]))
+    pieces = [*vocabulary.pieces, *(f"[PAD{token_id}]" for token_id in missing)]
+    types = [*vocabulary.types, *(PieceType.UNUSED for _ in missing)]
+    for token_id, token in added.items():
+        if pieces[token_id] != token.content or types[token_id] not in (PieceType.UNKNOWN, PieceType.CONTROL):
+            types[token_id] = PieceType.CONTROL if token.special else PieceType.USER_DEFINED
+        pieces[token_id] = token.content
+    users = [token_id for token_id, kind in enumerate(types) if kind == PieceType.USER_DEFINED]
+    for token_id in users if not vocabulary.add_dummy_prefix else ():
+        pieces[token_id] = pieces[token_id].replace(vocabulary.space, " ")
+    lowest = min(vocabulary.scores, default=0.0)  # lower, and unknown characters, which cost more yet, would be dearer
+    scores = (*vocabulary.scores, *(lowest for _ in missing))
+    return replace(vocabulary, pieces=tuple(pieces), scores=scores, types=tuple(types), added=added)
 
 
 def read_sentencepiece(path: Path) -> PieceVocabulary:
@@ -175,10 +199,15 @@ def _set_decoder(tokenizer: tokenizers.Tokenizer, vocabulary: PieceVocabulary) -
 
 def _add_special(tokenizer: tokenizers.Tokenizer, vocabulary: PieceVocabulary) -> None:
     special = sorted(vocabulary.ids_of(PieceType.CONTROL) + vocabulary.ids_of(PieceType.UNKNOWN))
-    names = [vocabulary.pieces[token_id] for token_id in special]
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names])
-    users = [vocabulary.pieces[token_id] for token_id in vocabulary.ids_of(PieceType.USER_DEFINED)]
-    tokenizer.add_tokens([AddedToken(name, normalized=False, special=False) for name in users])
+    tokenizer.add_special_tokens([_added(vocabulary, token_id, True) for token_id in special])
+    users = vocabulary.ids_of(PieceType.USER_DEFINED)
+    tokenizer.add_tokens([_added(vocabulary, token_id, False) for token_id in users])
+
+
+def _added(vocabulary: PieceVocabulary, token_id: int, special: bool) -> AddedToken:
+    told = vocabulary.added.get(token_id)
+    lstrip, rstrip = (False, False) if told is None else (told.lstrip, told.rstrip)
+    return AddedToken(vocabulary.pieces[token_id], normalized=False, special=special, lstrip=lstrip, rstrip=rstrip)
 
 
 # -- reading the protocol buffer ----------------------------------------------------------------------------------

@@ -14,19 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from forerun.errors import CheckpointError, ForerunError, PromptError, VocabularyError
-from forerun.weights.chat import read_template, render
+from forerun.weights.chat import read_templates, render
 from forerun.weights.checkpoint import read_optional_json
 from forerun.weights.decoders import piece_rule
 from forerun.weights.detokenizer import IncrementalDetokenizer, TokenTexts
 from forerun.weights.generation import GenerationConfig, end_ids
-from forerun.weights.sentencepiece import build_tokenizer, read_sentencepiece
+from forerun.weights.sentencepiece import PieceType, build_tokenizer, read_sentencepiece, with_added
 
 TOKENIZER_FILE = "tokenizer.json"
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "tokenizer.model.v3", "tokenizer.model.v1")
 OTHER_FILES = ("vocab.json", "vocab.txt")  # read through transformers
-TIKTOKEN_FILE = "tiktoken.model"  # how it splits texts is in code beside it
+UNREAD_FILES = {
+    "tiktoken.model": " and in code of its own, which forerun does not run",  # how texts are cut
+    "tekken.json": ", which forerun does not read",
+}
+ADDED_FILE = "added_tokens.json"
+MAX_TOKEN_ID = 1 << 20  # far more than any vocabulary has
 SPECIAL_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 LONG_TEXT = 4096  # characters; shorter ones are tokenized within a few milliseconds
 NUM_BEHIND = 4  # tokens that decide how the text behind them is cut: words are cut apart from each other
@@ -37,11 +43,12 @@ class Tokenizer:
 
     def __init__(
         self, backend: tokenizers.Tokenizer, settings: Mapping[str, Any], eos_token_ids: Sequence[int] = (),
-        template: str | None = None, plain_ids: Sequence[int] = (),
+        templates: Mapping[str, str] | None = None, plain_ids: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """`settings` is the content of tokenizer_config.json; `eos_token_ids` are those the model's files name.
 
-        Tokens in `plain_ids` decode to their names unchanged, not through the decoder.
+        `templates` are as `read_templates` gives them. Tokens in `plain_ids` decode to their names unchanged, not
+        through the decoder.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -50,7 +57,9 @@ class Tokenizer:
         self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self._rule = piece_rule(json.loads(backend.to_str()).get("decoder"))
         self._bytes = {token_id: (self.token_text(token_id) or "").encode() for token_id in plain_ids}
-        self.chat_template = template
+        named = templates or {}
+        self.chat_template = named.get("default")
+        self.tool_template = named.get("tool_use", self.chat_template)  # of conversations with tools
         self.bos_token_id = self._special_id("bos_token")
         self.end_at(eos_token_ids)
 
@@ -64,7 +73,7 @@ class Tokenizer:
         settings = {**converted, **settings}
         ends = end_ids(folder, GenerationConfig.beside(folder))
         with _no_panic(CheckpointError, f"the tokenizer of {folder} is damaged; download or copy its files again"):
-            tokenizer = Tokenizer(backend, settings, ends, read_template(folder, settings))
+            tokenizer = Tokenizer(backend, settings, ends, read_templates(folder, settings))
             backend.encode_batch(["a"])
         return tokenizer
 
@@ -294,20 +303,59 @@ def _no_panic(kind: type[ForerunError], message: str, *others: type[Exception]) 
 
 
 def _from_sentencepiece(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """Texts begin with a start token unless `add_bos_token` is false (a tokenizer.json has a rule of its own)."""
-    vocabulary = read_sentencepiece(path)
+    """Texts begin with a start token unless `add_bos_token` is false.
+
+    Beside a tokenizer.json, whose own rule says how they begin, that setting means nothing, as in transformers 5.
+    """
+    vocabulary = with_added(read_sentencepiece(path), _added_tokens(path.parent, settings))
+    types = dict(zip(vocabulary.pieces, vocabulary.types, strict=True))
     roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    found = {role: name for role, name in roles.items() if name in vocabulary.pieces}
-    start = found.get("bos_token") if settings.get("add_bos_token", True) else None
-    return build_tokenizer(vocabulary, start), found
+    special = (PieceType.CONTROL, PieceType.UNKNOWN)  # in Gemma's models <s> is a tag of HTML
+    found = {role: name for role, name in roles.items() if types.get(name) in special}
+    start = _token_text({**found, **settings}.get("bos_token"))
+    has_start = start in vocabulary.pieces and settings.get("add_bos_token", True)
+    return build_tokenizer(vocabulary, start if has_start else None), found
+
+
+def _added_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """The tokens that files beside a sentencepiece model add to it, by id; raises CheckpointError."""
+    texts = read_optional_json(folder / ADDED_FILE)
+    try:
+        named = [*(settings.get(role) for role in SPECIAL_ROLES), *(settings.get("additional_special_tokens") or ())]
+        special = {_token_text(value) for value in named}
+        told: list[tuple[Any, Any]] = [
+            (token_id, {"content": text, "special": text in special}) for text, token_id in texts.items()
+        ]
+        told += (settings.get("added_tokens_decoder") or {}).items()
+        return {_added_id(token_id): _added_token(**token) for token_id, token in told}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder}: {ADDED_FILE} or added_tokens_decoder of tokenizer_config.json is damaged ({error}); copy the "
+            "files again from where the model came from"
+        ) from error
+
+
+def _added_id(value: Any) -> int:
+    token_id = int(value)
+    if not 0 <= token_id < MAX_TOKEN_ID:
+        raise ValueError(f"token ids are from 0 to {MAX_TOKEN_ID - 1}, got {token_id}")
+    return token_id
+
+
+def _added_token(
+    content: str, special: bool = False, lstrip: bool = False, rstrip: bool = False, **_: Any
+) -> AddedToken:
+    """A token as settings write it; how texts are normalised around it is the vocabulary's own affair."""
+    return AddedToken(content, special=special, lstrip=lstrip, rstrip=rstrip)
 
 
 def _through_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     """Let transformers convert whatever tokenizer the folder has."""
-    if (folder / TIKTOKEN_FILE).exists():
+    unread = next((name for name in UNREAD_FILES if (folder / name).exists()), None)
+    if unread is not None:
         raise CheckpointError(
-            f"{folder} has its tokenizer in {TIKTOKEN_FILE} and in code of its own, which forerun does not run: copy a "
-            f"{TOKENIZER_FILE} beside it, which repositories of converted copies of the model have, or load a GGUF file"
+            f"{folder} has its tokenizer in {unread}{UNREAD_FILES[unread]}: copy a {TOKENIZER_FILE} beside it, which "
+            "repositories of converted copies of the model have, or load a GGUF file"
         )
     if not any((folder / name).exists() for name in OTHER_FILES):
         known = ", ".join((TOKENIZER_FILE, *SENTENCEPIECE_FILES, *OTHER_FILES))
