@@ -1,4 +1,4 @@
-"""The screenshots of docs/serving.md: the chat page, its steps, and the page on a phone.
+"""The screenshots of docs/playground.md: the chat page, its steps, and the page on a phone.
 
     forerun serve mini --drafter auto &
     python lab/screens.py [URL] [--out docs/images]

@@ -15,6 +15,7 @@ import pytest
 from forerun import LLM, SamplingParams, assemble, learned
 from forerun.core import Request
 from forerun.drafters.base import NUM_APART, Lessons
+from forerun.drafters.named import drafter_config, written
 from forerun.drafters.registry import file_stamp
 from forerun.drafters.suffix import SuffixDrafter
 from forerun.kernels.suffix import select_suffix
@@ -206,6 +207,27 @@ def test_where_nothing_can_be_written_nothing_is(tmp_path: Path) -> None:
     assert not Kept(file, ABOUT).load(policy()) and not kept_files(file)
 
 
+def test_what_was_learned_last_is_written_at_the_end(tmp_path: Path) -> None:
+    """Also where the last request ends just after another one; a process that has learned nothing writes nothing."""
+    kept, known, new = Kept(tmp_path, ABOUT), policy(), policy()
+    kept.save(known, at_end=True)
+    assert not kept_files(tmp_path)
+    kept.save(known)
+    known.usual_output = 77.0
+    kept.save(known)
+    kept.save(known, at_end=True)
+    assert Kept(tmp_path, ABOUT).load(new) and new.usual_output == 77.0
+
+
+def test_the_end_of_a_process_leaves_what_another_one_has_learned_since(tmp_path: Path) -> None:
+    kept, known, later, new = Kept(tmp_path, ABOUT), taught(), taught(), policy()
+    kept.save(known)
+    later.usual_output = 77.0
+    Kept(tmp_path, ABOUT).save(later)
+    kept.save(known, at_end=True)
+    assert Kept(tmp_path, ABOUT).load(new) and new.usual_output == 77.0
+
+
 def test_writes_are_apart_and_leave_no_other_file(tmp_path: Path) -> None:
     kept = Kept(tmp_path, ABOUT)
     kept.save(taught())
@@ -247,7 +269,7 @@ def test_drafters_of_ones_own_are_told_apart_by_file_and_content(
     assert len(set(stamps)) == 3 and stamps[2] == stamps[3] and file_stamp("suffix") == ""
     LLM("mini", drafter="mine.py:Bigram", max_model_len=256).generate("One two", SamplingParams(max_tokens=4))
     [kept] = kept_files(tmp_path / "learned")
-    assert stamps[3] in kept.about["options"]
+    assert stamps[3] in kept.about["options"] and kept.shown == "mine.py:Bigram"
 
 
 def test_the_command_lists_and_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,6 +296,41 @@ def test_the_command_lists_and_deletes(tmp_path: Path, monkeypatch: pytest.Monke
     assert lines[start + 1 : start + 3] == ["  a plain step takes 1500.00 ms", f"  m: acceptance by rank {by_rank}"]
     assert CliRunner().invoke(app, ["learned", "--delete"]).exit_code == 0
     assert not list((tmp_path / "learned").iterdir())
+
+
+def test_the_command_tells_drafters_apart_and_counts_every_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from forerun.cli.app import app
+
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    folder = tmp_path / "learned"
+    for drafter in ("ngram+suffix", "ngram+recycling"):
+        config = drafter_config("mini", f"portfolio={drafter}", None, {})
+        kept = Kept(folder, {**ABOUT, "options": drafter}, written(config))
+        kept.save(taught())
+    kept.path.with_suffix(".npz").write_bytes(b"x" * 3000)
+    (folder / "alone.npz").write_bytes(b"x" * 2000)
+    Profile("m", "here", "own", 5.0, "suffix", {}).save(tmp_path / "profiles")
+    ran = CliRunner().invoke(app, ["learned"])
+    shown = ran.stdout
+    for drafter, more in (("ngram+suffix", ""), ("ngram+recycling", " and 3.0 kB of answers")):
+        assert re.search(rf"^m with portfolio={re.escape(drafter)}: .* old, [\d.]+ kB{more}$", shown, re.MULTILINE)
+    assert re.search(r"^alone\.npz: .* old, 2\.0 kB of answers$", shown, re.MULTILINE)
+    assert ran.stderr.startswith(f"4 files in {folder}")
+    ran = CliRunner().invoke(app, ["learned", "--delete"])
+    assert ran.stderr.startswith(f"5 files deleted in {folder} and {tmp_path / 'profiles'}")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["none", "draft=mini-draft", "portfolio=ngram+suffix", "portfolio=suffix+draft=mini-draft", "suffix=x.corpus"],
+)
+def test_a_drafter_is_written_as_it_was_read(text: str) -> None:
+    assert written(drafter_config("mini", text, None, {})) == text
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:

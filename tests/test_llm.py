@@ -160,12 +160,19 @@ def test_bad_prompts(prompt, message: str) -> None:  # type: ignore[no-untyped-d
         {"bad_words": {"a": 1}},
         {"logit_bias": {1: 1e9}},
         {"logit_bias": {-1: 1.0}},
+        {"logit_bias": [(1, 2.0)]},
+        {"logit_bias": 5},
     ],
 )
 def test_bad_sampling_values(options) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(SamplingError) as caught:
         SamplingParams(**options)
     assert any(name in str(caught.value) for name in options)
+
+
+def test_no_biases_may_be_none() -> None:
+    """As vLLM has it."""
+    assert SamplingParams(logit_bias=None) == SamplingParams()  # type: ignore[arg-type]
 
 
 def test_tokens_without_a_row_are_never_banned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,6 +324,14 @@ def test_auto_takes_the_draft_it_is_given_or_finds_in_the_folder(tmp_path: Path)
     assert members(str(tmp_path), "auto") == [*lookups, ("mtp", str(tmp_path / "mtp"))]
     for name in ("eagle", "mtp"):
         assert members("mini", "auto", f"mini-{name}") == [*lookups, (name, f"mini-{name}")]
+
+
+def test_a_draft_model_alone_says_who_drafts() -> None:
+    """A model, or heads, whose tensors say which drafter they are for; nothing given decodes plainly."""
+    named = {
+        given: engine_config("mini", {"draft_model": given}).drafter.name for given in ("mini-draft", "mini-eagle")
+    }
+    assert named == {"mini-draft": "draft", "mini-eagle": "eagle"} and engine_config("mini", {}).drafter.name == "none"
 
 
 def test_a_draft_model_goes_to_the_member_that_needs_it() -> None:

@@ -5,6 +5,7 @@ Knows: every constructor and how much memory there is. Does not know: requests, 
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from forerun.cache.prefix_cache import KeptStates, PrefixCache
 from forerun.cache.states import RecurrentStates, bytes_per_slot
 from forerun.config import EngineConfig, learned_folder
 from forerun.drafters.base import Drafter, DrafterContext, Lessons
+from forerun.drafters.named import written
 from forerun.drafters.portfolio import Portfolio, build_portfolio
 from forerun.drafters.registry import file_stamp, spec_of
 from forerun.engine.engine import Engine, Verifier
@@ -42,6 +44,8 @@ from forerun.speculation.growth import TreeGrower
 from forerun.speculation.verifier import CoupledVerifier, RejectionVerifier
 from forerun.tiering import attach_tiers
 from forerun.weights.translation import Translation
+
+log = logging.getLogger("forerun.engine")
 
 _KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _SHARE_OF_GPU = 0.85  # of the free memory; the rest is for work space and other programs
@@ -66,6 +70,10 @@ def assemble(
     """An engine for `model`, read from `folder`. Raises ConfigError or ResourceError if the context does not fit."""
     states = _states(config, model, kernels.device)
     if states is not None:
+        if states.num_free < config.max_num_seqs:
+            log.warning(
+                "memory holds recurrent states of %d requests at a time, fewer than max_num_seqs", states.num_free
+            )
         config = replace(config, max_num_seqs=min(config.max_num_seqs, states.num_free))
         model = with_states(model, states)
     drafter = _drafter(config, model, kernels, load_draft, folder, load_corpus, translation)
@@ -266,7 +274,7 @@ def _kept(config: EngineConfig, drafter: Drafter, model: Model, kernels: Kernels
         "options": f"{config.drafter}{''.join(stamps)} {config.verification} {config.kv_cache_dtype}",
         "machine": machine_of(kernels) + (f", {config.num_ranks} ranks" if config.num_ranks > 1 else ""),
     }
-    return Kept(learned_folder(), about)
+    return Kept(learned_folder(), about, written(config.drafter))
 
 
 def machine_of(kernels: Kernels) -> str:
@@ -297,6 +305,7 @@ def _recall(kept: Kept | None, policy: Policy, drafter: Portfolio) -> Callable[[
     if not isinstance(policy, AdaptivePolicy):
         return lessons.save
     kept.load(policy)
+    finalize(drafter, kept.save, policy, at_end=True)
 
     def keep() -> None:
         kept.save(policy)

@@ -90,7 +90,7 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_dtype: str = "auto"  # "auto": the model's own; "int8" halves bfloat16, at the price of other roundings
     num_kv_blocks: int | None = None  # None: enough for max_num_seqs, bounded by kv_cache_bytes
-    kv_cache_bytes: int | None = None  # None: a quarter of the memory available at start
+    kv_cache_bytes: int | None = None  # None: a quarter of the memory that is free at start, 85 % of a GPU's
     kv_disk: str | None = None  # folder in which prefixes outlive the process; None: they do not
     kv_disk_gib: float = 10.0  # that the folder may take, all models together
     kv_host_gib: float | None = None  # host memory for prefixes that a GPU's pool loses; None: none

@@ -69,6 +69,7 @@ class SamplingParams:
         for name, kind in (("stop", str), ("bad_words", str), ("stop_token_ids", int), ("allowed_token_ids", int)):
             if name != "allowed_token_ids" or self.allowed_token_ids is not None:
                 object.__setattr__(self, name, _as_tuple(name, getattr(self, name), kind))
+        object.__setattr__(self, "logit_bias", {} if self.logit_bias is None else self.logit_bias)
         _check_ranges(self)
         _check_contradictions(self)
         object.__setattr__(self, "allowed", array("q", self.allowed_token_ids or ()))
@@ -95,9 +96,7 @@ def _check_ranges(params: SamplingParams) -> None:
     """Refuse each value outside its own range."""
     _number("temperature", params.temperature, 0.0, 100.0)
     if 0 < params.temperature < MIN_TEMPERATURE:
-        raise SamplingError(
-            f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g}, got {params.temperature!r}: use 0"
-        )
+        raise SamplingError(f"temperature must be 0 or at least {MIN_TEMPERATURE:g}, got {params.temperature!r}: use 0")
     _number("top_p", params.top_p, 0.0, 1.0, low_open=True)
     _number("min_p", params.min_p, 0.0, 1.0)
     _number("repetition_penalty", params.repetition_penalty, 0.01, 100.0)  # beyond it logits leave float32
@@ -112,6 +111,8 @@ def _check_ranges(params: SamplingParams) -> None:
             _whole(name, getattr(params, name), 1 if name == "max_tokens" else 0, high)
     for token_id in (min(params.allowed_token_ids), max(params.allowed_token_ids)) if params.allowed_token_ids else ():
         _whole("allowed_token_ids", token_id, 0, 2**31)
+    if not isinstance(params.logit_bias, Mapping):
+        raise SamplingError(f"logit_bias must be biases by token id, got {params.logit_bias!r:.80}")
     for token_id, bias in params.logit_bias.items():
         _whole("logit_bias key", token_id, 0, 2**31)
         _number(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
@@ -120,8 +121,7 @@ def _check_ranges(params: SamplingParams) -> None:
 def _number(name: str, value: Any, low: float, high: float, low_open: bool = False) -> None:
     valid = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not valid or not (low < value <= high if low_open else low <= value <= high):
-        bracket = "(" if low_open else "["
-        raise SamplingError(f"{name} must be a number in {bracket}{low:g}, {high:g}], got {value!r}")
+        raise SamplingError(f"{name} must be a number in {'[('[low_open]}{low:g}, {high:g}], got {value!r}")
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> None:
@@ -132,9 +132,7 @@ def _whole(name: str, value: Any, low: int, high: int) -> None:
 def _check_contradictions(params: SamplingParams) -> None:
     """Refuse values that are fine alone but not together."""
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise SamplingError(
-            f"min_tokens {params.min_tokens} is above max_tokens {params.max_tokens}: lower one or raise the other"
-        )
+        raise SamplingError(f"min_tokens {params.min_tokens} is above max_tokens {params.max_tokens}: change either")
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise SamplingError("allowed_token_ids is empty, so no token could be chosen: name at least one, or leave it")
     if any(not text for text in (*params.stop, *params.bad_words)):
@@ -335,6 +333,7 @@ class RequestStats:
 
     num_prompt_tokens: int = 0
     num_tokens: int = 0  # generated
+    num_elsewhere: int = 0  # of these, by another engine, where this one went on
     num_steps: int = 0  # target passes that chose tokens
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of the prompt, not computed again
@@ -363,11 +362,11 @@ class RequestStats:
     @property
     def acceptance_length(self) -> float:
         """Tokens emitted per target pass (tau)."""
-        return self.num_tokens / self.num_steps if self.num_steps else 0.0
+        return (self.num_tokens - self.num_elsewhere) / self.num_steps if self.num_steps else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Decoding speed after the first step's tokens; 0 when there was only one step."""
+        """Tokens over the whole time of the answer, reading the prompt included."""
         return self.num_tokens / (self.ttft_s + self.decode_s) if self.ttft_s + self.decode_s > 0 else 0.0
 
 

@@ -49,7 +49,9 @@ class Kept:
 
     folder: Path
     about: Mapping[str, str]
+    shown: str = ""  # the drafter as on the command line, for whoever reads the file
     _learned: Any = field(init=False, default=None)  # what the file said, unchecked
+    _saved: Any = field(init=False, default=None)  # what was written last
     _written_s: float = field(default=-math.inf)
     _measured_s: float = field(default_factory=time)  # when passes were
 
@@ -89,13 +91,20 @@ class Kept:
         """Whether there was no file, or none of use."""
         return self._learned is None
 
-    def save(self, policy: AdaptivePolicy) -> None:
-        """Write what the policy knows, unless that was done just now or cannot be done."""
+    def save(self, policy: AdaptivePolicy, at_end: bool = False) -> None:
+        """Write what the policy knows, unless that was done just now or cannot be done.
+
+        at_end: write what was learned since, but nothing if that is nothing (another process may have written) or if
+        this has never been called before.
+        """
         now = perf_counter()
-        if now - self._written_s < EVERY_S:
+        if self._written_s == -math.inf if at_end else now - self._written_s < EVERY_S:
             return
-        self._written_s = now
-        _write(self.path, {"version": VERSION, "about": self.about, "learned": _plain(policy, self._measured_s)})
+        learned = _plain(policy, self._measured_s)
+        if at_end and learned == self._saved:
+            return
+        self._written_s, self._saved = now, learned
+        _write(self.path, {"version": VERSION, "about": self.about, "shown": self.shown, "learned": learned})
 
 
 @dataclass(slots=True)
@@ -186,7 +195,10 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KeptFile:
-    """What one file says; `about` is empty where it cannot be read."""
+    """What one file says, and how large the file of drafters' lessons beside it is.
+
+    `about` is empty where the file cannot be read, and where there are lessons alone: `path` is theirs then.
+    """
 
     path: Path
     size_bytes: int
@@ -195,14 +207,21 @@ class KeptFile:
     plain_step_s: float | None = None  # of one request
     # member -> how often its n-th likeliest node was right
     acceptance_by_rank: Mapping[str, list[float]] = field(default_factory=dict)
+    shown: str = ""  # the drafter; "" where an older version wrote the file
+    lessons_bytes: int = 0
 
 
 def kept_files(folder: Path) -> list[KeptFile]:
     """Every file, by its name."""
-    return [_read(path) for path in sorted(folder.glob("*.json"))]
+    stems = {path.stem for path in (*folder.glob("*.json"), *folder.glob("*.npz"))}
+    return [_read(folder / f"{stem}.json") for stem in sorted(stems)]
 
 
 def _read(path: Path) -> KeptFile:
+    lessons = path.with_suffix(".npz")
+    lessons_bytes = lessons.stat().st_size if lessons.is_file() else 0
+    if not path.is_file():
+        return KeptFile(lessons, 0, lessons.stat().st_mtime, lessons_bytes=lessons_bytes)
     stat = path.stat()
     try:
         kept = _contents(path)
@@ -213,9 +232,11 @@ def _read(path: Path) -> KeptFile:
             str(name): list(accumulate((ranks[who, rank].rate for who, rank in sorted(ranks) if who == name), mul))
             for name in sorted({member for member, _ in ranks})
         }
+        shown = str(kept.get("shown", ""))
     except _DAMAGED:
-        return KeptFile(path, stat.st_size, stat.st_mtime)
-    return KeptFile(path, stat.st_size, stat.st_mtime, about, None if plain is None else plain.value, members)
+        return KeptFile(path, stat.st_size, stat.st_mtime, lessons_bytes=lessons_bytes)
+    plain_s = None if plain is None else plain.value
+    return KeptFile(path, stat.st_size, stat.st_mtime, about, plain_s, members, shown, lessons_bytes)
 
 
 def _contents(path: Path) -> Any:

@@ -77,3 +77,16 @@ def test_places_for_charts_are_checked_first(tmp_path: Path) -> None:
     for path, says in ((tmp_path / "a.png", r"\.svg"), (tmp_path / "none" / "a.svg", "folder")):
         with pytest.raises(ConfigError, match=says):
             check_chart(path)
+    (tmp_path / "folder.svg").mkdir()
+    with pytest.raises(ConfigError, match=r"--chart .*folder\.svg is a folder: give the name of a file"):
+        check_chart(tmp_path / "folder.svg")
+
+
+def test_places_that_may_not_be_written_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "old.svg").touch()
+    asked: list[Path] = []
+    monkeypatch.setattr("os.access", lambda path, _: bool(asked.append(path)))  # root may write everywhere
+    for name in ("old.svg", "new.svg"):
+        with pytest.raises(ConfigError, match=rf"--chart .*{name} cannot be written: choose another path"):
+            check_chart(tmp_path / name)
+    assert asked == [tmp_path / "old.svg", tmp_path]

@@ -185,7 +185,7 @@ def test_json_markdown_and_html_hold_the_figures(tmp_path: Path) -> None:
     assert row in text
     assert "| fixed 2 | 250.0 | 2.50x | 2.50-2.50 | 2.14x | 2.00 | 100% | 50% | 25% | 10% | NO |" in text
     assert "| fast\\|er | 2.00x (1.71x) | 2.00x (1.71x) |" in text
-    assert "~: within noise" in text
+    assert "~: within noise" in text and "tokens/s: the median over prompts" in text
     assert "| all | fast\\|er | 2.00x | fixed 2 | 2.50x | 0.80 |" in text and "| mtp | has no module |" in text
     assert "| 4 | 3.000 | 1.50x |" in text and "![A picture](a.svg)" in text and "1 were longer" in text
 

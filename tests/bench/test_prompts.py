@@ -34,6 +34,14 @@ def test_blank_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     assert [case.place.rpartition(":")[2] for case in cases] == ["1", "3"]
 
 
+def test_only_newlines_end_lines_and_a_byte_order_mark_is_none_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('\ufeff{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}\r\n'.encode())
+    assert [(case.turns, case.place) for case in read_prompts(path)] == [
+        (("a\u2028b\x85c",), f"{path}:1"), (("d",), f"{path}:2"),
+    ]  # fmt: skip
+
+
 def test_own_prompts_are_there() -> None:
     cases = read_prompts(None)
     assert len(cases) == 12 and all(case.category != NO_CATEGORY for case in cases)

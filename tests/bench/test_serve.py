@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import selectors
 import threading
@@ -151,13 +152,18 @@ def test_extra_fields_may_not_replace_options() -> None:
 
 @pytest.mark.parametrize(
     ("url", "root"),
-    [("http://h:1", "http://h:1/v1"), ("http://h/v1/", "http://h/v1"), ("https://h/api/v3", "https://h/api/v3")],
+    [
+        ("http://h:1", "http://h:1/v1"),
+        ("http://h/v1/", "http://h/v1"),
+        ("https://h/api/v3", "https://h/api/v3"),
+        ("http://[::1]:8000", "http://[::1]:8000/v1"),
+    ],
 )
 def test_addresses(url: str, root: str) -> None:
     assert api_root(url) == root
 
 
-@pytest.mark.parametrize("url", ["h:8000", "ftp://h", "http://", "http://h/?x=1"])
+@pytest.mark.parametrize("url", ["h:8000", "ftp://h", "http://", "http://h/?x=1", "http://[::1:8000", "http://h:port"])
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(ConfigError, match="address"):
         api_root(url)
@@ -459,6 +465,17 @@ def test_the_command_counts_errors_by_kind(tmp_path: Path) -> None:
     }  # fmt: skip
     assert report["errors"]["HTTP 429"]["first"] == "come later" and report["num_answered"] == 2
     assert "1 failed, HTTP 429: come later" in shown.output and "1 of 2 answered" in shown.output
+
+
+def test_a_chart_that_cannot_be_written_costs_no_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("forerun.cli.bench_serve._draw", fail)
+    with running(SmallServer()) as url:
+        result = bench(url, "--input-len", 4, "--num-requests", 2, "--chart", tmp_path / "load.svg")
+    assert result.exit_code == 2 and "2 of 2 answered" in result.stdout and "chart:" not in result.stdout
+    assert result.stderr.splitlines()[-1].startswith("error: output: No space left on device")
 
 
 def test_nobody_there() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,17 +58,17 @@ def test_two_models_are_refused(run: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--temperature", "-1"], "temperature must be a number in [0, 100]"),
-        (["--top-p", "0"], "top_p must be"),
-        (["--max-tokens", "0"], "max_tokens must be"),
-        (["--min-tokens", "9", "--max-tokens", "3"], "min_tokens 9 is above max_tokens 3"),
+        (["--temperature", "-1"], "error: --temperature must be a number in [0, 100]"),
+        (["--top-p", "0"], "error: --top-p must be"),
+        (["--max-tokens", "0"], "error: --max-tokens must be"),
+        (["--min-tokens", "9", "--max-tokens", "3"], "error: --min-tokens 9 is above --max-tokens 3"),
         (["--logit-bias", "abc"], "--logit-bias must be ID=VALUE"),
         (["--logit-bias", "3=x"], "must be numbers"),
         (["--logit-bias", "99999999=1"], "token id 99999999"),
-        (["--stop", ""], "may not hold an empty string"),
+        (["--stop", ""], "error: --stop and --bad-word may not hold an empty string"),
         (["--drafter", "magic"], "there is no drafter magic; choose from"),
         (["--draft-model", "mini-draft", "--drafter", "ngram"], "choose one of dflash, draft, eagle, medusa, mtp"),
-        (["--dtype", "int3"], "dtype must be one of"),
+        (["--dtype", "int3"], "error: --dtype must be one of"),
         (["--kernels", "cuda"], "kernels must be one of"),
         (["--kernels", "cpu:sse9"], "there is no instruction set 'sse9'"),
         (["--kernels", "avx2"], "or cpu:ISA for an instruction set, such as cpu:avx2; got 'avx2'"),
@@ -103,6 +105,34 @@ def test_a_path_that_cannot_be_written_is_one_clear_line(run: Any, monkeypatch: 
     monkeypatch.setattr("forerun.cli.engine.open_llm", refused)
     said = run("generate", "some text", status=2).stderr
     assert said.startswith("error: /there/file: Permission denied; choose another path") and "Trace" not in said
+
+
+def test_a_full_disk_is_one_clear_line(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing, unlike opening, names no file."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("forerun.cli.engine.open_llm", fail)
+    said = run("generate", "some text", status=2).stderr
+    assert said.startswith("error: output: No space left on device; choose another path, or") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_output_that_cannot_be_written_is_dropped(is_full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the interpreter tries to write it once more when it ends."""
+    from forerun.cli import app
+
+    def flush() -> None:
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    dropped: list[bool] = []
+    monkeypatch.setattr(app, "_drop_stdout", lambda: dropped.append(True))
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(flush=flush))
+    app._drop_stdout_if_full()
+    monkeypatch.undo()
+    assert dropped == [True] * is_full
 
 
 def test_an_error_without_a_path_keeps_its_traceback(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

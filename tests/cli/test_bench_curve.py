@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,19 @@ def test_charts(run: Any, shape: str, tmp_path: Path) -> None:
         text = chart.read_text("utf-8")
         assert text.count("<circle") == (4 if command == "curve" else 2)
         assert ("4 known tokens" in text) == (command == "curve")
+
+
+@pytest.mark.parametrize("command", ["curve", "prefill"])
+def test_a_chart_that_cannot_be_written_costs_no_figures(
+    run: Any, shape: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(f"forerun.cli.curve._drawn_{command}", fail)
+    options = ("--shape", shape, "--tokens", "4", "--repeats", "1", "--chart", str(tmp_path / "a.svg"))
+    said = run("bench", command, *options, *(("--context", "8") if command == "curve" else ()), status=2)
+    assert "tokens" in said.stdout and said.stderr.splitlines()[-1].startswith("error: output: No space left")
 
 
 def test_tables(run: Any, shape: str) -> None:

@@ -106,7 +106,7 @@ def test_rules_are_compared(run: Any, questions: str, tmp_path: Path) -> None:
         (("--drafters", "none"), "there is no drafter to compare"),
         (("--fixed", "two"), "--fixed must be whole numbers"),
         (("--rules", "--verification", "rejection"), "leave --verification out"),
-        (("--temperature", "hot"), "temperatures must be numbers"),
+        (("--temperature", "hot"), "error: --temperature must be numbers"),
         (("--out", __file__), "cannot write into --out"),
     ],
 )

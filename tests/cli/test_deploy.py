@@ -8,6 +8,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,13 @@ def test_a_cluster_that_is_not_there(run: Any, file: Path) -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     assert f"there is no Ray cluster at {address}" in refused(run, str(file), "--address", address)
     assert "HOST:PORT or auto" in refused(run, str(file), "--address", "somewhere")
+
+
+def test_an_address_in_brackets_is_connected_to_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("socket.create_connection", lambda *given: asked.append(given) or StringIO())
+    deploy_command._check_reachable("[::1]:6379")
+    assert asked == [(("::1", 6379), deploy_command.CONNECT_S)]
 
 
 def test_detached_from_a_cluster_that_ends(run: Any, file: Path) -> None:

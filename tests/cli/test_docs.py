@@ -24,6 +24,7 @@ from forerun.bench.shapes import SHAPES
 from forerun.cli import serve
 from forerun.cli.app import app
 from forerun.models.gguf_export import export_gguf
+from forerun.server import reasoning, tools
 from forerun.server.app import create_app
 from forerun.weights.resolve import resolve_model
 from tests.server.conftest import running, settings
@@ -237,6 +238,20 @@ def alternatives(words: list[str]) -> list[list[str]]:
     if several is None:
         return [words]
     return [[*words[:several], word, *words[several + 1 :]] for word in words[several].split("|")]
+
+
+@pytest.mark.parametrize("page", SPOKEN, ids=lambda page: page.name)
+def test_tests_that_pages_name_exist(page: Path) -> None:
+    for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text("utf-8")):
+        source = (ROOT / path).read_text("utf-8")
+        assert re.search(rf"^ *(async )?def {name}\(", source, re.MULTILINE), f"{path} has no {name}"
+
+
+@pytest.mark.parametrize(("option", "styles"), [("tool_parser", tools.STYLES), ("reasoning_parser", reasoning.STYLES)])
+def test_help_names_every_parser(option: str, styles: dict[str, Any]) -> None:
+    """Which it cannot take from these tables: `--help` imports nothing of the server."""
+    [text] = [each.help for each in forerun().commands["serve"].params if each.name == option]
+    assert not [style for style in styles if not re.search(rf"\b{style}\b", text)]
 
 
 def test_messages_of_troubleshooting_are_real() -> None:

@@ -37,7 +37,7 @@ def test_the_precision_of_the_cache_can_be_chosen(run: Any, run_json: Any) -> No
     answers = [run_json("generate", PROMPT, *long, "--drafter", name) for name in ("none", "draft")]
     assert answers[0]["token_ids"] == answers[1]["token_ids"]
     said = run("generate", PROMPT, "--kv-cache-dtype", "fp8", status=2).stderr
-    assert "kv_cache_dtype must be one of auto, float32, bfloat16, int8" in " ".join(said.split())
+    assert "error: --kv-cache-dtype must be one of auto, float32, bfloat16, int8" in " ".join(said.split())
 
 
 def test_nothing_learned_is_kept_where_that_is_not_wanted(

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from forerun.cli.options import Drafting
 from forerun.models.gguf_export import export_gguf
+from forerun.weights import hub_download
 from forerun.weights.resolve import EMBEDDED, resolve_model
-from tests.support.fake_hub import FakeHub, pretended
+from tests.support.fake_hub import LFS_BYTES, FakeHub, pretended
 
 PROMPT = "What is the capital of France?"
 SHORT = ("--max-tokens", "12", "--temperature", "0")
@@ -79,6 +81,18 @@ def test_refusals_are_one_line(hub: FakeHub, run: Any, arguments: tuple[str, ...
     hub.repositories["org/closed"], hub.gated = hub.repositories["org/mini"], {"org/closed"}
     result = run(*arguments, status=2)
     assert said in result.stderr and result.stderr.count("error:") == 1
+
+
+def test_a_draft_model_is_downloaded_in_sight_once_the_options_are_checked(
+    hub: FakeHub, run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hub_download, "RESUMED_BYTES", LFS_BYTES)
+    drafting = ("--port", "0", "--draft-model", "org/mini")
+    for wrong, said in ((("--speculative-config", '{"method": "ngram"}'), "give one"), (("--port", "70000"), "--port")):
+        assert said in run("serve", "mini", *drafting, *wrong, status=2).stderr
+    assert hub.requests == []
+    assert Drafting(draft_model="org/mini").of("mini")["drafter"] == "draft"
+    assert "downloading org/mini, " in capsys.readouterr().err
 
 
 def heed_interrupts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,18 @@ def test_bench_json(run_json: Any, prompts: str, tmp_path: Path) -> None:
     assert report["rows"][0]["speedup"] == 1.0 and report["rows"][0]["acceptance_length"] == 1.0
     assert {"cpu", "cores", "kernels", "commit", "forerun"} <= set(report["machine"])
     assert list(report["categories"]) == ["chat", "story", "other"] and report["num_prompts"] == 3
+
+
+def test_a_chart_that_cannot_be_written_costs_no_figures(
+    run: Any, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("forerun.cli.bench._drawn", fail)
+    options = ("--prompts", prompts, "--limit", "1", "--max-tokens", "2", "--repeats", "1", "--drafters", "ngram")
+    said = run("bench", "speed", "mini", *options, "--chart", str(tmp_path / "a.svg"), status=2)
+    assert "ngram" in said.stdout and said.stderr.splitlines()[-1].startswith("error: output: No space left")
 
 
 def test_a_draft_model_reaches_the_portfolio_that_asks_for_one(run_json: Any, prompts: str) -> None:
@@ -185,7 +198,7 @@ def test_verify_exits_1_when_the_rejection_rule_fails(run: Any, prompts: str, mo
 
 
 def test_temperatures_must_be_numbers(run: Any) -> None:
-    assert "temperatures must be numbers" in run("verify", "mini", "--temperature", "0,warm", status=2).stderr
+    assert "error: --temperature must be numbers" in run("verify", "mini", "--temperature", "0,warm", status=2).stderr
 
 
 def test_inspect_json(run_json: Any) -> None:
@@ -320,6 +333,15 @@ def test_inspect_tells_experts_and_latents(run: Any, run_json: Any, tmp_path: Pa
     assert run_json("inspect", folder)["num_parameters"] - sizes["active_parameters"] == 5 * expert
     text = run("inspect", folder).stdout
     assert "8, 3 a token" in text and "one latent of 28" in text
+
+
+def test_inspect_shows_square_brackets_as_they_are(run: Any, tmp_path: Path) -> None:
+    """They would be colours, and a closing one without an opening one an error."""
+    folder = make_checkpoint("llama", tmp_path / "m[v2]")
+    (folder / "chat_template.jinja").write_text("{{ messages }}[THINK]x[/THINK]", "utf-8")
+    text = run("inspect", str(folder)).stdout
+    assert "reasoning in [THINK] ... [/THINK]" in " ".join(text.split())
+    assert "m[v2]" in text.split("family")[0].replace("\n", "")
 
 
 def test_inspect_table(run: Any) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forerun.errors import ConfigError
+from forerun.errors import ConfigError, DataError
 from forerun.weights.resolve import resolve_model
 
 PROMPT = "Tell me a story about a lost key."
@@ -95,6 +96,29 @@ def test_long_and_odd_texts_are_prompts(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     for text in ("word " * 5000, "w" * 5000, "w" * 90, "a\nb", "Hello", "and so on ...", "what is a/b?"):
         assert model_and_prompt([text], None, None) == ("mini", text)
+
+
+WINDOWS = b"\xef\xbb\xbfOne\r\nTwo\r\n"  # a byte order mark and its line ends
+
+
+def test_a_text_from_windows_is_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.cli.prompt import _read_prompt, read_file
+
+    for given, text in ((b"One\n\n", "One\n"), (b"One", "One"), (WINDOWS, "One\nTwo")):
+        monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(given), newline="\n"))
+        (tmp_path / "prompt.txt").write_bytes(given)
+        assert _read_prompt(None, None) == _read_prompt(tmp_path / "prompt.txt", None) == text, "without its newline"
+    assert read_file(tmp_path / "prompt.txt", "the prediction") == "One\nTwo\n"
+    (tmp_path / "prompt.txt").write_bytes(b"One \xff")
+    with pytest.raises(DataError, match=r"the prompt is not UTF-8 text \(byte 4\)"):
+        read_file(tmp_path / "prompt.txt", "the prompt")
+
+
+def test_a_line_from_windows_goes_on_behind_a_backslash(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.cli.terminal import read_line
+
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"One\\\r\nTwo\r\nThree\r\n"), newline="\n"))
+    assert [read_line("> ") for _ in range(3)] == ["One\nTwo", "Three", None]
 
 
 def test_what_is_missing_is_said(run: Any) -> None:

@@ -132,7 +132,7 @@ def test_a_name_that_ends_in_gguf_is_a_gguf_file(run: Any, run_json: Any, text: 
     [
         (["--method", "magic"], "method must be one of rtn, gptq, awq"),
         (["--bits", "5"], "bits must be one of"),
-        (["--group-size", "64"], "which group_size 64 does not divide"),
+        (["--group-size", "64"], "which --group-size 64 does not divide"),
         (["--calibration", "missing.txt", "--group-size", "32"], "cannot read the text file missing.txt"),
         (["--length", "65", "--group-size", "32"], "--length must be at most 64"),
     ],

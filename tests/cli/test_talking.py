@@ -56,6 +56,12 @@ def test_an_answer_is_written_again_and_the_system_message_changes(run: Any, ask
     assert asked == [[one], [one], [system, two], [system, two]]
 
 
+def test_commands_with_something_behind_them_do_nothing(run: Any, asked: list[list[dict[str, str]]]) -> None:
+    said = run("chat", "--max-tokens", "4", stdin="One\n/again now\n/exit now\n/reset all\nTwo\n/quit\nThree\n").stderr
+    assert [conversation[-1]["content"] for conversation in asked] == ["One", "Two"] and len(asked[1]) == 3
+    assert all(f"{command} takes nothing behind it: " in said for command in ("/again", "/exit", "/reset"))
+
+
 @pytest.mark.parametrize("trouble", [KeyboardInterrupt, ForerunError("no room")])
 def test_a_turn_that_cannot_be_answered_again_stays(
     run: Any, asked: list[list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch, trouble: Any
@@ -121,7 +127,7 @@ def test_chat_ends_with_its_input(run: Any) -> None:
 
 def test_chat_takes_the_precision_of_the_cache(run: Any) -> None:
     run("chat", "--max-tokens", "4", "--kv-cache-dtype", "int8", stdin="Hello")
-    assert "kv_cache_dtype must be one of" in run("chat", "--kv-cache-dtype", "int9", stdin="", status=2).stderr
+    assert "--kv-cache-dtype must be one of" in run("chat", "--kv-cache-dtype", "int9", stdin="", status=2).stderr
 
 
 def test_an_answer_sees_the_conversation(run: Any, asked: list[list[dict[str, str]]]) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from forerun.errors import ConfigError, UnsupportedError
+from forerun.errors import ConfigError, ResourceError, UnsupportedError
 from forerun.models.loader import load_model
 from forerun.quantize import methods, output
 from forerun.quantize.layout import quantization_config
+from forerun.quantize.partial import Partial
 from forerun.quantize.settings import QuantizeSettings
 from forerun.weights.checkpoint import Checkpoint
 from tests.models import factory
@@ -138,6 +139,31 @@ def test_large_models_are_written_in_shards(llama: Path, tmp_path: Path) -> None
     written = Checkpoint.open(tmp_path)
     assert sorted(written) == sorted(checkpoint)
     assert all(torch.equal(written.tensor(name), checkpoint.tensor(name)) for name in checkpoint)
+
+
+def test_a_full_disk_is_said(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any, path: Path, **__: Any) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("forerun.weights.safetensors_write.save_file", fail)
+    checkpoint = Checkpoint.open(llama)
+    tensors = ((name, checkpoint.tensor(name)) for name in checkpoint)
+    with pytest.raises(ResourceError, match=r"cannot write .*shard-0\.new: .*No space left .*; make room"):
+        output.write_model(checkpoint, tensors, {}, tmp_path)
+    with pytest.raises(ResourceError, match=r"cannot write .*layer-00000\.new: .*No space left .*; make room"):
+        Partial(tmp_path, {}).save_layer(0, {"a": torch.ones(2)}, [])
+    assert [path.name for path in tmp_path.rglob("*.new")] == ["config.json.new"], "no half of a file takes room"
+
+
+def test_templates_for_tools_are_copied(tmp_path: Path) -> None:
+    folder = models.tiny("llama", tmp_path / "float")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    checkpoint = Checkpoint.open(folder)
+    (tmp_path / "out").mkdir()
+    output.write_model(checkpoint, ((name, checkpoint.tensor(name)) for name in checkpoint), {}, tmp_path / "out")
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
 
 
 def test_the_precision_of_the_checkpoint_is_kept(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from pathlib import Path
 from threading import Event
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +19,14 @@ import torch
 from fastapi.testclient import TestClient
 
 from forerun.config import EngineConfig
-from forerun.core import SamplingParams
+from forerun.core import RequestStats, SamplingParams
 from forerun.errors import ConfigError
 from forerun.replicas import fleet as fleets
 from forerun.replicas.fleet import Fleet, RemoteFrontend
 from forerun.replicas.orders import Accepted, Refusal
 from forerun.replicas.replica import Description, Replica, kind_of
+from forerun.server.metrics import EngineLoad, Metrics
+from forerun.server.tools import MARKS
 from forerun.weights.resolve import resolve_model
 from tests.replicas.conftest import InProcess, fleet_client
 from tests.server.conftest import client_of, events_of, settings, wait_until
@@ -125,6 +128,54 @@ def test_several_replicas_are_lost_on_one_answer(alone: TestClient, fleet: TestC
     told = [sum(map(len, order.written.values())) for order in replicas.orders]
     assert told == sorted(told) and told[-1] > told[1] > 0
     assert replicas.orders[-1].avoid and replicas.orders[-1].params.seed == fields["seed"]
+
+
+def test_figures_are_those_of_the_whole_answer_and_metrics_those_of_each_replica(
+    fleet: TestClient, replicas: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[RequestStats] = []
+    for replica in replicas.replicas.values():
+        monkeypatch.setattr(replica._service.metrics, "sample_finished", lambda stats, reason: found.append(stats))
+    monkeypatch.setattr(fleets, "RETRY_S", 0.2)
+    replicas.lost = lambda order, said: order < 4 and said == 3
+    fields = {**ASKED["drawn"], "max_tokens": 40, "speculation": "off"}
+    started = perf_counter()
+    told = fleet.post(CHAT, json=body(fields)).json()["forerun"]
+    took_s, lost_s = perf_counter() - started, 4 * 0.2
+    assert told["num_steps"] == 40 and told["acceptance_length"] == 1.0
+    assert 0 < told["queue_s"] == told["ttft_s"] <= took_s - lost_s and told["decode_s"] >= lost_s
+    last = max(found, key=lambda stats: stats.num_elsewhere)
+    assert last.num_elsewhere == len(replicas.orders[-1].written[0]) == 8 and last.num_tokens == 40
+    assert last.num_steps == 32 and last.acceptance_length == 1.0
+
+
+def test_a_replica_counts_what_it_wrote_itself() -> None:
+    metrics = Metrics(lambda: EngineLoad(0, 0, 0.0, True, {}, 0, {}))
+    gone_on = RequestStats(num_tokens=40, num_elsewhere=30, num_steps=5, queue_s=0.5, ttft_s=1.0, decode_s=0.9)
+    metrics.sample_finished(gone_on, "stop")
+    value = metrics.registry.get_sample_value
+    assert value("forerun_generation_tokens_total") == 10 and value("forerun_acceptance_length_sum") == 2.0
+    assert value("forerun_time_to_first_token_seconds_count") == value("forerun_queue_seconds_count") == 0
+    assert value("forerun_time_per_output_token_seconds_sum") == pytest.approx(0.1)
+    metrics.sample_finished(RequestStats(num_tokens=1, num_steps=1, ttft_s=1.0), "stop")
+    assert value("forerun_time_to_first_token_seconds_count") == value("forerun_queue_seconds_count") == 1
+    metrics.sample_finished(RequestStats(num_tokens=30, num_elsewhere=30), "abort")
+    assert value("forerun_generation_tokens_total") == 11 and value("forerun_acceptance_length_count") == 2
+
+
+def test_a_call_beside_a_response_format_goes_on_elsewhere(
+    replicas: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xgrammar")
+    monkeypatch.setitem(MARKS, "glm45", ("<|im_start|>", "</tool_call>"))  # one token of the model's
+    [opening], [name] = (mini.plain().tokenizer.encode(text, False) for text in ("<|im_start|>", "look"))
+    fields = {**ASKED["a schema"], "tools": [{"type": "function", "function": {"name": "look"}}],
+              "logit_bias": {str(opening): 60.0, str(name): 100.0}, "max_tokens": 2, "speculation": "off"}  # fmt: skip
+    with fleet_client(replicas, tool_parser="glm45") as client:
+        replicas.lost = lambda order, said: order == 0 and said == 2  # behind the opening mark
+        [choice] = client.post(CHAT, json=body(fields)).json()["choices"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["look"]
+    assert replicas.orders[1].written == {0: (opening,)}
 
 
 def test_a_seed_that_nobody_gave_is_drawn_once(fleet: TestClient, replicas: InProcess) -> None:
@@ -332,9 +383,15 @@ def test_an_answer_does_not_go_on_under_another_model(fleet: TestClient, replica
 
 def test_too_many_requests_are_refused_before_they_begin(replicas: InProcess) -> None:
     with fleet_client(replicas, max_queue=0) as client:
-        seats = mini.plain().config.max_num_seqs * len(replicas.replicas)
-        answer = client.post(CHAT, json=body({**LONG, "n": seats + 1}))
+        seats = mini.plain().config.max_num_seqs
+        for num_samples in (seats + 1, len(replicas.replicas) * seats + 1):  # for one of them, for all
+            answer = client.post(CHAT, json=body({**LONG, "n": num_samples}))
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "n"
+        service: Any = client.app.state.service  # type: ignore[attr-defined]
+        service._num_open = len(replicas.replicas) * seats - 1
+        answer = client.post(CHAT, json=body({**LONG, "n": 2}))
         assert answer.status_code == 429 and answer.headers["Retry-After"]
+        assert not replicas.orders
     empty = InProcess(*replicas.replicas.values())
     with fleet_client(empty) as client:
         empty.replicas.clear()

@@ -216,6 +216,34 @@ def test_without_a_folder_it_is_said_how_to_have_one(llm: LLM, tmp_path: Path) -
         create_app(llm, settings(batch_dir=tmp_path))
 
 
+def test_a_row_that_can_never_fit_is_an_error_and_not_waited_for(llm: LLM, tmp_path: Path) -> None:
+    with client_of(llm, batch_dir=tmp_path, max_queue=0) as client:
+        given = [chat_row("fits", "Tell me."), chat_row("never", "Tell me.", n=llm.config.max_num_seqs + 1)]
+        over = until(client, start(client, given)["id"], ended)
+        assert over["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        [line] = lines_of(client, over["error_file_id"])
+        assert line["custom_id"] == "never" and line["response"]["status_code"] == 400
+
+
+def test_files_are_listed_in_either_order(client: TestClient) -> None:
+    names = [upload(client, rows()[:1]) for _ in range(3)]
+
+    def listed(**query: Any) -> list[str]:
+        found = [file["id"] for file in client.get("/v1/files", params=query).json()["data"]]
+        return [name for name in found if name in names]
+
+    assert sorted(listed()) == sorted(names) and listed(order="asc") == listed()[::-1] == listed(order="desc")[::-1]
+
+
+@pytest.mark.parametrize("path", ["/v1/files?colour=red", "/v1/batches?order=asc", "/v1/batches/b?colour=red"])
+def test_query_parameters_are_known_or_refused(client: TestClient, path: str, llm: LLM, tmp_path: Path) -> None:
+    name = path.partition("?")[2].partition("=")[0]
+    error = client.get(path).json()["error"]
+    assert (error["param"], error["code"]) == (name, "unknown_parameter") and name in error["message"]
+    with client_of(llm, batch_dir=tmp_path, unknown_fields="ignore") as tolerant:
+        assert tolerant.get(path).status_code in (200, 404)
+
+
 def test_a_damaged_file_stops_no_other_batch(llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its batch is left alone, with all that it had written."""
     with client_of(llm, batch_dir=tmp_path) as client:

@@ -104,4 +104,4 @@ def test_without_ray_the_error_says_what_to_install(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(sys.modules, "ray", None)
     given = write(tmp_path / "in.jsonl", rows())
     said = on_cluster(given, tmp_path / "out.jsonl", "--ray", "auto", status=2).output
-    assert "pip install 'forerun[ray]'" in said
+    assert 'pip install ".[ray]"' in said

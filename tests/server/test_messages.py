@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from fastapi.testclient import TestClient  # noqa: E402
 from pydantic import BaseModel  # noqa: E402
 
 from forerun.server.errors import ApiError  # noqa: E402
+from forerun.server.messages import _chat_body  # noqa: E402
 from forerun.server.messages_input import chat_body  # noqa: E402
 from forerun.server.messages_schema import CountTokensBody, MessageTurn, Thinking  # noqa: E402
-from forerun.server.schema import ChatBody, Message  # noqa: E402
+from forerun.server.schema import MAX_MESSAGES, ChatBody, Message  # noqa: E402
 from tests.server.conftest import Post  # noqa: E402
 
 ASKED: dict[str, Any] = {"seed": 7, "temperature": 0.8}
@@ -119,6 +121,16 @@ def test_thinking_is_told_to_the_template(asked: dict[str, Any], template: str, 
         chat_body(silent, "<think>", thinks=True)
 
 
+@pytest.mark.parametrize(
+    ("tools", "choice", "made"), [([], None, False), ([TOOL], None, None), ([TOOL], {"type": "none"}, False)]
+)
+def test_thinking_is_told_to_the_template_that_is_used(tools: Any, choice: Any, made: bool | None) -> None:
+    templates = {"chat_template": "{{ enable_thinking }}", "tool_template": "{{ tools }}"}
+    context: Any = SimpleNamespace(tokenizer=SimpleNamespace(**templates), thinks=False)
+    off: Any = {"messages": HELLO, "tools": tools, "tool_choice": choice, "thinking": {"type": "disabled"}}
+    assert _chat_body(context, CountTokensBody(**off)).enable_thinking is made
+
+
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_the_same_text_as_chat_completions(client: TestClient, post: Post, name: str) -> None:
     chat, ours = CONVERSATIONS[name]
@@ -165,6 +177,28 @@ def test_all_events_in_their_order(thinking: httpx.Client) -> None:
     single = {**asked, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
     blocks = thinking.post("/v1/messages", json=single).json()["content"]
     assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use"]
+
+
+def test_text_behind_a_call_is_a_block_of_its_own(thinking: httpx.Client) -> None:
+    asked = {**ASKED, "max_tokens": 300, "messages": HELLO, "tools": [TOOL], "guided_choice": [f"{CALL}Done."]}
+    for speculation in ("auto", "off"):
+        call, text = thinking.post("/v1/messages", json={**asked, "speculation": speculation}).json()["content"]
+        assert call["type"] == "tool_use" and call["input"] == {"a": 1}, speculation
+        assert text == {"type": "text", "text": "Done."}, speculation
+
+
+def test_a_conversation_of_too_many_messages_is_refused(post: Post) -> None:
+    asked = {"messages": HELLO * MAX_MESSAGES, "system": "Be kind."}
+    for path, fields in (("/v1/messages", {"max_tokens": 4}), ("/v1/messages/count_tokens", {})):
+        error = post(path, 400, **asked, **fields)["error"]
+        assert error["type"] == "invalid_request_error" and f"the most is {MAX_MESSAGES}" in error["message"]
+
+
+def test_names_of_tools_are_as_long_as_the_api_allows(post: Post) -> None:
+    asked = {"messages": HELLO, "max_tokens": 1}
+    assert post("/v1/messages", **asked, tools=[{**TOOL, "name": "f" * 128}])["usage"]["output_tokens"] == 1
+    error = post("/v1/messages", 400, **asked, tools=[{**TOOL, "name": "f" * 129}])["error"]
+    assert error["message"].startswith("tools.0")
 
 
 def test_the_last_message_of_the_model_is_continued(post: Post) -> None:

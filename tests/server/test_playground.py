@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
 from forerun import LLM
-from forerun.server.playground import FILES, STREAM_PATH
+from forerun.server.playground import FILES, STREAM_PATH, PlaygroundBody, TracedChat
+from forerun.server.streams import Delta
 from tests.server.conftest import Post, client_of, events_of
 
 PROMPT = "The cat sat on the mat. The cat sat on the mat. The cat sat on the"
@@ -18,6 +22,7 @@ REPETITIVE = {"temperature": 0.0, "max_tokens": 64}
 ASKED = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 24, "seed": 3}
 
 
+PAGES = ("/", "/playground", "/docs")
 MARKED = "/playground/marked.js"  # the library that reads markdown: its comments say where it comes from
 
 
@@ -37,9 +42,8 @@ def steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event["step"] for event in events if "step" in event]
 
 
-def text_of(events: list[dict[str, Any]]) -> str:
-    pieces = [token["text"] for step in steps(events) for token in step["tokens"]]
-    return "".join(pieces) + events[-1]["end"]["rest"]
+def text_of(events: list[dict[str, Any]], of: str = "content") -> str:
+    return "".join(event["delta"].get(of, "") for event in events if "delta" in event)
 
 
 def ids_of(events: list[dict[str, Any]]) -> list[int]:
@@ -65,13 +69,15 @@ def test_files_name_no_other_host(client: TestClient, path: str) -> None:
     assert not re.findall(r"(?:\w+:)?//[\w.-]+\.\w+|@import|url\(", text)
 
 
-def test_the_page_loads_only_served_files_and_runs_nothing_inline(client: TestClient) -> None:
-    page = client.get("/").text
-    linked = set(re.findall(r'(?:src|href)="([^"#]+)"', page)) - {"data:,"}
-    imported = {f"/playground/{name}" for path in FILES for name in imports(client.get(path).text)}
-    assert linked | imported == set(FILES) - {"/", "/playground"}
-    assert not re.search(r"\son\w+=|javascript:|<style|style=", page)
-    assert re.findall(r"<script[^>]*>([^<]*)</script>", page) == [""]
+def test_the_pages_load_only_served_files_and_run_nothing_inline(client: TestClient) -> None:
+    pages = [client.get(path).text for path in PAGES]
+    linked = {name for page in pages for name in re.findall(r'(?:src|href)="([^"#]+)"', page)} - {"data:,"}
+    assert not any(name.startswith("/") for name in linked)  # which a proxy's prefix would break
+    imported = {f"playground/{name}" for path in FILES for name in imports(client.get(path).text)}
+    assert {f"/{name}" for name in linked | imported} == {*FILES, "/openapi.json"} - set(PAGES)
+    for page in pages:
+        assert not re.search(r"\son\w+=|javascript:|<style|style=", page)
+        assert re.findall(r"<script[^>]*>([^<]*)</script>", page) == [""]
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.endswith(".js")])
@@ -81,9 +87,12 @@ def test_scripts_never_turn_text_into_markup(client: TestClient, path: str) -> N
 
 
 def test_elements_named_in_the_scripts_exist(client: TestClient) -> None:
-    scripts = "".join(client.get(path).text for path in FILES if path.endswith(".js") and path != MARKED)
-    named = set(re.findall(r'\$\("(\w+)"\)', scripts))
-    assert named and named <= set(re.findall(r'id="(\w+)"', client.get("/").text))
+    for path in FILES:
+        if path.endswith(".js") and path != MARKED:
+            named = set(re.findall(r'\$\("(\w+)"\)', client.get(path).text))
+            page = client.get("/docs" if path == "/playground/docs.js" else "/").text
+            assert named <= set(re.findall(r'id="(\w+)"', page)), path
+            assert named or path not in ("/playground/docs.js", "/playground/playground.js")
 
 
 def test_with_keys_the_page_is_open_and_its_stream_is_not(llm: LLM) -> None:
@@ -103,6 +112,7 @@ def test_the_trace_says_what_the_chat_endpoint_says(client: TestClient, post: Po
     chat = post("/v1/chat/completions", **ASKED, temperature=temperature)
     end = events[-1]["end"]
     assert text_of(events) == chat["choices"][0]["message"]["content"]
+    assert "".join(token["text"] for step in steps(events) for token in step["tokens"]) == text_of(events)
     assert end["finish_reason"] == chat["choices"][0]["finish_reason"]
     assert end["usage"]["completion_tokens"] == chat["usage"]["completion_tokens"] == len(ids_of(events))
     assert end["forerun"]["num_steps"] == len(steps(events))
@@ -189,8 +199,28 @@ def test_an_unnamed_temperature_is_that_of_the_model(client: TestClient) -> None
     assert unnamed == named != other
 
 
-def test_the_page_is_told_where_thinking_ends(client: TestClient, llm: LLM) -> None:
-    assert trace(client)[0]["start"]["thinking"] is None
-    with client_of(llm, reasoning_parser="think") as thinking:
-        expected = {"start": "<think>", "end": "</think>", "inside": False}
-        assert trace(thinking)[0]["start"]["thinking"] == expected
+def test_thinking_comes_apart_as_in_the_api(llm: LLM) -> None:
+    """Channels of gpt-oss, too."""
+    said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    with client_of(llm, tool_parser="openai") as client:
+        context = client.app.state.context  # type: ignore[attr-defined]
+        events = asyncio.run(chunks_of(TracedChat(context, PlaygroundBody.model_validate(ASKED)), said))
+    assert (text_of(events, "reasoning_content"), text_of(events)) == ("Hm.", "Yes.")
+    assert events[-1]["end"]["finish_reason"] == "stop"
+
+
+async def chunks_of(traced: TracedChat, text: str) -> list[dict[str, Any]]:
+    """The events of an answer of that text, whatever its tokens are."""
+    delta = Delta(0, text, (), (), "stop", None, seed=1, stats=None, speedup=None, steps=())
+
+    class Given:
+        async def events(self) -> AsyncIterator[Any]:
+            yield SimpleNamespace(delta=delta)
+
+    return [event async for event in traced.chunks(Given())]  # type: ignore[arg-type]
+
+
+def test_the_page_is_told_when_two_runs_need_not_have_the_same_tokens(client: TestClient) -> None:
+    assert trace(client, temperature=1.0)[0]["start"]["same_tokens"]
+    with LLM("mini", drafter="ngram", verification="rejection") as other, client_of(other) as rejecting:
+        assert [trace(rejecting, temperature=t)[0]["start"]["same_tokens"] for t in (0.0, 1.0)] == [True, False]

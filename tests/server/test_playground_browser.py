@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -106,18 +106,27 @@ def serve_trace(page: Any, *events: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def start(**fields: Any) -> dict[str, Any]:
-    return {"start": {"model": "m", "drafter": "d", "prompt_tokens": 1, "seed": "1", "thinking": None, **fields}}
+    return {"start": {"model": "m", "drafter": "d", "prompt_tokens": 1, "seed": "1", "same_tokens": True, **fields}}
 
 
-def step(text: str) -> dict[str, Any]:
+def step(text: str, token_id: int = 7, time_s: float = 0.1) -> dict[str, Any]:
     """A step that draws one token without drafts."""
-    token = {"id": 7, "text": text, "name": text, "source": ""}
+    token = {"id": token_id, "text": text, "name": text, "source": ""}
     root = {"id": 6, "text": "", "parent": -1, "source": ""}
-    return {"step": {"nodes": [root], "accepted": [], "tokens": [token], "time_s": 0.1}, "speedup": None}
+    return {"step": {"nodes": [root], "accepted": [], "tokens": [token], "time_s": time_s}, "speedup": None}
+
+
+def delta(content: str = "", **more: str) -> dict[str, Any]:
+    return {"delta": {**({"content": content} if content else {}), **more}}
+
+
+def said(text: str, token_id: int = 7) -> list[dict[str, Any]]:
+    """A step of one token and its text."""
+    return [step(text, token_id), delta(text)]
 
 
 def end(reason: str = "stop") -> dict[str, Any]:
-    return {"end": {"rest": "", "finish_reason": reason, "usage": {}, "forerun": {}}}
+    return {"end": {"finish_reason": reason, "usage": {}, "forerun": {}}}
 
 
 def no_sideways_scrolling(page: Any) -> bool:
@@ -151,7 +160,7 @@ def test_a_conversation_is_kept(page: Any, address: str) -> None:
 
 
 def test_what_is_asked_goes_out_with_the_settings(page: Any, address: str) -> None:
-    asked = serve_trace(page, start(), step("Yes."), end())
+    asked = serve_trace(page, start(), *said("Yes."), end())
     open_page(page, address)
     choose(page, system="Be brief.", temperature="0.5", top_k="4", seed="11", max_tokens="")
     ask(page, "Really?")
@@ -164,7 +173,7 @@ def test_what_is_asked_goes_out_with_the_settings(page: Any, address: str) -> No
 
 
 def test_edit_and_regenerate_go_back(page: Any, address: str) -> None:
-    asked = serve_trace(page, start(), step("An answer."), end())
+    asked = serve_trace(page, start(), *said("An answer."), end())
     open_page(page, address)
     ask(page, "One")
     ask(page, "Two")
@@ -178,38 +187,137 @@ def test_edit_and_regenerate_go_back(page: Any, address: str) -> None:
 
 def test_a_cut_answer_replaces_no_later_turns(page: Any, address: str) -> None:
     open_page(page, address)
-    serve_trace(page, start(), step("An answer."), end())
+    serve_trace(page, start(), *said("An answer."), end())
     ask(page, "One")
     ask(page, "Two")
-    asked = serve_trace(page, start(), step("Cut"))
+    asked = serve_trace(page, start(), *said("Cut"))
     page.get_by_label("Write this answer again").first.click()
     settle(page)
     edit(page, "Other")
     assert page.locator(".said").all_text_contents() == ["One", "Two"] and len(asked) == 2
     assert page.locator(".answer > .md").all_text_contents() == ["An answer."] * 2
     assert page.locator("#prompt").input_value() == "Other"
+    assert "broke off" in page.locator("#error").text_content()
     page.get_by_label("Write this answer again").last.click()
     settle(page)
     assert page.locator(".answer > .md").all_text_contents() == ["An answer.", "Cut"]
+    assert "broken off" in page.locator(".note").last.text_content()
 
 
 def test_an_edited_question_that_fails_is_not_lost(page: Any, address: str) -> None:
     open_page(page, address)
-    serve_trace(page, start(), step("An answer."), end())
+    serve_trace(page, start(), *said("An answer."), end())
     ask(page, "One")
     serve_trace(page, {"error": {"message": "no room"}})
     edit(page, "Other")
     assert page.locator("#error").text_content() == "no room"
     assert page.locator("#prompt").input_value() == "Other" and page.locator(".said").text_content() == "One"
+    page.locator("#prompt").fill("typed meanwhile")
+    edit(page, "Another")
+    assert page.locator("#prompt").input_value() == "Another\n\ntyped meanwhile"
+
+
+def test_two_tabs_that_go_on_at_once_keep_both(page: Any, address: str) -> None:
+    open_page(page, address)
+    serve_trace(page, start(), *said("An answer."), end())
+    ask(page, "One")
+    other = page.context.new_page()
+    open_page(other, address)
+    serve_trace(other, start(), *said("An answer."), end())
+    open_first(other)
+    ask(other, "Two")
+    page.bring_to_front()
+    ask(page, "Three")
+    page.reload()
+    questions = []
+    for number in range(2):
+        page.locator("#menu").click()
+        page.locator("#list li").nth(number).locator("button").first.click()
+        questions.append(page.locator(".said").all_text_contents())
+    assert sorted(questions) == [["One", "Three"], ["One", "Two"]]
+
+
+def test_a_conversation_without_room_lasts_until_there_is_some(page: Any, address: str) -> None:
+    open_page(page, address)
+    serve_trace(page, start(), *said("An answer."), end())
+    page.evaluate(
+        """() => {
+          const chat = { id: "large", changed: 1, settings: {}, messages: [{ role: "user", content: "Large" }] };
+          for (let size = 1 << 22; size > 10; size >>= 1) {
+            const more = { ...chat, filling: (chat.filling ?? "") + "x".repeat(size) };
+            try {
+              localStorage.setItem("forerun.chat.large", JSON.stringify(more));
+              chat.filling = more.filling;
+            } catch {}
+          }
+        }"""
+    )
+    ask(page, "One")
+    assert "no room" in page.locator("#error").text_content()
+    page.locator("#menu").click()
+    page.locator("#fresh").click()
+    page.locator("#menu").click()
+    page.get_by_role("button", name="One", exact=True).click()
+    assert page.locator(".said").text_content() == "One" and page.locator("#error").is_visible()
+    page.locator("#menu").click()
+    page.get_by_label("Delete Large").click()
+    assert page.locator("#error").is_hidden()
+    page.reload()
+    open_first(page)
+    assert page.locator(".said").text_content() == "One"
+
+
+def test_enter_that_ends_a_composition_sends_nothing(page: Any, address: str) -> None:
+    asked = serve_trace(page, start(), *said("Yes."), end())
+    open_page(page, address)
+    page.locator("#prompt").fill("にほん")
+    composed = "new KeyboardEvent('keydown', {key: 'Enter', keyCode: 229, bubbles: true, cancelable: true})"
+    page.locator("#prompt").evaluate(f"field => field.dispatchEvent({composed})")  # Safari's
+    assert page.locator("#prompt").input_value() == "にほん" and not asked
+    page.locator("#prompt").press("Enter")
+    settle(page)
+    assert len(asked) == 1
+
+
+def test_screen_readers_hear_an_answer_once(page: Any, address: str) -> None:
+    serve_trace(page, start(), *said("Yes."), end())
+    open_page(page, address)
+    ask(page, "Really?")
+    assert page.locator("#status").text_content() == "Yes." and page.locator("output").count() == 0
+    assert not page.evaluate("document.querySelector('#talk').contains(document.querySelector('#status'))")
+
+
+class Stripping:
+    """A proxy that serves an application under /x and strips that from what it passes on."""
+
+    def __init__(self, app: Any) -> None:
+        self.app, self.state = app, app.state
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            assert scope["path"].startswith("/x/")
+            scope = {**scope, "path": scope["path"].removeprefix("/x")}
+        await self.app(scope, receive, send)
+
+
+def test_under_a_prefix(page: Any, llm: LLM) -> None:
+    outer: Any = Stripping(create_app(llm, settings()))
+    with running(outer) as address:
+        open_page(page, f"{address}/x/")
+        choose(page, max_tokens="8")
+        ask(page, PROMPT)
+        assert page.locator(".answer > .md").text_content() and page.locator("#error").is_hidden()
+        page.goto(f"{address}/x/docs")
+        playwright.expect(page.locator("#version")).not_to_be_empty()
 
 
 def test_two_tabs_keep_what_the_other_wrote(page: Any, address: str) -> None:
     open_page(page, address)
-    serve_trace(page, start(), step("An answer."), end())
+    serve_trace(page, start(), *said("An answer."), end())
     ask(page, "One")
     other = page.context.new_page()
     open_page(other, address)
-    serve_trace(other, start(), step("An answer."), end())
+    serve_trace(other, start(), *said("An answer."), end())
     page.bring_to_front()
     ask(page, "Two")  # after the other tab drew its list
     other.bring_to_front()
@@ -272,8 +380,8 @@ def test_an_example_is_a_click_away(page: Any, address: str) -> None:
 
 
 def test_thinking_is_folded_away(page: Any, address: str) -> None:
-    thinking = {"start": "<think>", "end": "</think>", "inside": False}
-    asked = serve_trace(page, start(thinking=thinking), step("<think>\nHm.\n</th"), step("ink>\n\nYes, **so**."), end())
+    thought = [step("Hm."), delta(reasoning_content="H"), delta(reasoning_content="m.")]
+    asked = serve_trace(page, start(), *thought, *said("Yes, **so**."), end())
     open_page(page, address)
     ask(page, "Really?")
     assert page.locator(".thought .md").text_content() == "Hm." and page.locator(".thought .md").is_hidden()
@@ -283,7 +391,7 @@ def test_thinking_is_folded_away(page: Any, address: str) -> None:
 
 
 def test_code_is_copied(page: Any, address: str) -> None:
-    serve_trace(page, start(), step("```py\nx = 1\n```"), end())
+    serve_trace(page, start(), *said("```py\nx = 1\n```"), end())
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     open_page(page, address)
     ask(page, "Code?")
@@ -373,14 +481,74 @@ def _change_theme(page: Any) -> None:
     assert page.evaluate(background) != dark
 
 
+def test_runs_that_differ_are_an_error_only_where_they_must_not(page: Any, address: str) -> None:
+    open_page(page, address, "steps")
+    page.locator("#compare").check()
+    for same_tokens, words in ((True, "DIFFER"), (False, "Another sample")):
+        asked = serve_trace(page, start(same_tokens=same_tokens), *said("a", 7), end())
+        page.route("**/playground/stream", plain_differs(same_tokens, asked))
+        page.locator("#settings").click()
+        page.locator("#seed").fill("-1")
+        page.keyboard.press("Escape")  # no form checks it then
+        ask(page, "One")
+        assert words in page.locator("#verdict").text_content()
+        fast, plain = asked[-2:]
+        assert {**fast, "speculation": "off"} == plain and plain["seed"] >= 0
+
+
+def plain_differs(same_tokens: bool, asked: list[dict[str, Any]]) -> Callable[[Any], None]:
+    """A server whose plain run chooses another token."""
+
+    def answer(route: Any) -> None:
+        asked.append(body := route.request.post_data_json)
+        events = [start(same_tokens=same_tokens), *said("a", 7 if body["speculation"] == "auto" else 8), end()]
+        route.fulfill(
+            body="".join(f"data: {json.dumps(event)}\n\n" for event in events), content_type="text/event-stream"
+        )
+
+    return answer
+
+
+def test_charts_are_drawn_where_they_are_seen(page: Any, address: str) -> None:
+    serve_trace(page, start(), *(step("a ", time_s=0.1 * n) for n in range(60)), delta("a " * 60), end())
+    open_page(page, address)
+    ask(page, "Really?")
+    assert page.locator("#chart rect").count() == 0
+    page.locator("#stepsview").click()
+    assert page.locator("#chart rect").count() == page.locator(".tokens .tok").count() == 60
+    assert page.locator("#stepinfo").text_content().startswith("Step 60 of 60")
+
+
 def test_steps_of_saved_answers_are_said_to_be_gone(page: Any, address: str) -> None:
-    serve_trace(page, start(), step("Yes."), end())
+    serve_trace(page, start(), *said("Yes."), end())
     open_page(page, address, "steps")
     ask(page, "Really?")
     assert page.locator(".untraced").count() == 0
     page.reload()
     open_first(page)
     assert page.locator(".untraced").is_visible() and page.locator(".answer .md").last.is_visible()
+
+
+# -- the API's document -----------------------------------------------------------------------------------------
+
+
+def test_the_document_names_every_path_and_field(page: Any, llm: LLM) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    app = create_app(llm, settings(api_keys=("secret",)))
+    with running(app) as address:
+        page.goto(f"{address}/docs")
+        page.locator("#key").fill("secret")
+        page.locator("#key").press("Enter")
+        playwright.expect(page.locator("#version")).not_to_be_empty()
+        api = app.openapi()
+        named = page.locator("#paths h3").all_text_contents()
+        assert named == [f"{kind.upper()} {path}" for path, kinds in api["paths"].items() for kind in kinds]
+        for name, schema in api["components"]["schemas"].items():
+            fields = page.locator(f'section[id="{name}"] th').all_text_contents()
+            assert fields == list(schema.get("properties", {})), name
+        assert page.locator("#locked").is_hidden() and no_sideways_scrolling(page)
+        assert all(url.startswith((address, "data:")) for url in asked)
 
 
 # -- safety -----------------------------------------------------------------------------------------------------
@@ -395,7 +563,7 @@ def test_text_is_never_markup(page: Any, address: str) -> None:
         "time_s": 0.1,
     }
     usual = start(model=EVIL, drafter=EVIL)
-    serve_trace(page, usual, {"step": evil, "speedup": None}, {"error": {"message": EVIL}})
+    serve_trace(page, usual, {"step": evil, "speedup": None}, delta(EVIL * 2), {"error": {"message": EVIL}})
     open_page(page, address, "steps")
     choose(page, system=EVIL)
     ask(page, EVIL)

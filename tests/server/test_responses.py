@@ -21,7 +21,7 @@ from forerun.server import responses  # noqa: E402
 from forerun.server.responses_input import chat_body  # noqa: E402
 from forerun.server.responses_schema import MessageItem, ResponsesBody  # noqa: E402
 from forerun.server.responses_store import ResponseStore  # noqa: E402
-from forerun.server.schema import ChatBody, Message  # noqa: E402
+from forerun.server.schema import MAX_MESSAGES, ChatBody, Message  # noqa: E402
 from tests.server.conftest import Post, client_of, events_of  # noqa: E402
 
 ASKED: dict[str, Any] = {"seed": 7, "temperature": 0.8}
@@ -158,6 +158,24 @@ def test_all_events_in_their_order(thinking: httpx.Client) -> None:
     assert summarized["summary"] == [{"type": "summary_text", "text": "hm so"}] and "content" not in summarized
 
 
+def test_text_behind_a_call_is_an_item_of_its_own(thinking: httpx.Client) -> None:
+    asked = {**ASKED, "input": "Add", "tools": [TOOL], "guided_choice": [f"{CALL}Done."],
+             "include": ["message.output_text.logprobs"]}  # fmt: skip
+    told = []
+    for speculation in ("auto", "off"):
+        call, message = thinking.post("/v1/responses", json={**asked, "speculation": speculation}).json()["output"]
+        assert json.loads(call["arguments"]) == {"a": 1}, speculation
+        assert message["content"][0]["text"] == "Done.", speculation
+        told.append([entry["token"] for entry in message["content"][0]["logprobs"]])
+    assert told[0] == told[1] and re.fullmatch(r"Done\.(<[^>]*>)?", "".join(told[0])), "its own tokens, and the end"
+
+
+def test_a_conversation_of_too_many_messages_is_refused(post: Post) -> None:
+    items = [{"role": "user", "content": "a"}] * MAX_MESSAGES
+    error = post("/v1/responses", 400, input=items, instructions="Be kind.")["error"]
+    assert error["param"] == "input" and f"the most is {MAX_MESSAGES}" in error["message"]
+
+
 def test_a_response_copied_back_or_named_is_the_same_conversation(thinking: httpx.Client) -> None:
     """Whole items, references to them and previous_response_id make one prompt, the one chat completions makes."""
     asked = {**ASKED, "tools": [TOOL], "max_output_tokens": 8}
@@ -194,6 +212,8 @@ def test_responses_are_kept_read_and_deleted(client: TestClient, post: Post) -> 
     kept = post("/v1/responses", input="Hello", max_output_tokens=3)
     assert client.get(f"/v1/responses/{kept['id']}").json() == kept and kept["store"] is True
     assert client.get(f"/v1/responses/{kept['id']}?stream=true").status_code == 400
+    strange = client.get(f"/v1/responses/{kept['id']}?colour=red").json()["error"]
+    assert (strange["param"], strange["code"]) == ("colour", "unknown_parameter")
     assert client.delete(f"/v1/responses/{kept['id']}").json()["deleted"] is True
     gone = client.get(f"/v1/responses/{kept['id']}")
     assert gone.status_code == 404 and gone.json()["error"]["code"] == "response_not_found"

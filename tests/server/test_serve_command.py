@@ -49,7 +49,7 @@ def test_speculative_config_in_vllms_names(given: dict[str, Any], expected: dict
      '{"method": "draft_model", "model": "m", "draft_tensor_parallel_size": 2}'],
 )  # fmt: skip
 def test_speculative_configs_that_mean_nothing_here(text: str) -> None:
-    with pytest.raises(ConfigError, match="speculative-config"):
+    with pytest.raises(ConfigError, match="speculative_config"):
         parse_speculative_config(text)
 
 
@@ -71,16 +71,18 @@ def test_a_gguf_file_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch, give
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--tool-parser", "gpt"], "tool-parser"),
-        (["--log-format", "xml"], "log-format"),
-        (["--log-level", "loud"], "log-level must be one of debug, info, warning, error; got 'loud'"),
+        (["--tool-parser", "gpt"], "error: --tool-parser must be one of auto,"),
+        (["--unknown-fields", "drop"], "error: --unknown-fields must be refuse or ignore"),
+        (["--log-format", "xml"], "error: --log-format must be one of"),
+        (["--log-level", "loud"], "error: --log-level must be one of debug, info, warning, error; got 'loud'"),
         (["--allowed-origins", "page.example"], "an allowed origin must be"),
         (["--allowed-hosts", "http://box"], "an allowed host must be"),
         (["--ssl-certfile", "here.pem"], "ssl-keyfile"),
         (["--api-key-file", "/nowhere/keys"], "API keys"),
-        (["--speculative-config", "{"], "JSON"),
+        (["--speculative-config", "{"], "error: --speculative-config is not JSON"),
+        (["--speculative-config", '{"method": "ngram", "draft_model": ""}'], "config: 'draft_model' not supported"),
         (["--speculative-config", '{"method": "ngram"}', "--drafter", "ngram"], "give one"),
-        (["--timeout", "-1"], "timeout_s"),
+        (["--timeout", "-1"], "error: --timeout must be above 0"),
         (["--port", "70000"], "--port must be from 0 (takes a free one) to 65535; got 70000"),
         (["--host", "203.0.113.7", "--port", "0"], "cannot listen on 203.0.113.7 port 0"),
     ],
@@ -88,8 +90,15 @@ def test_a_gguf_file_is_called_by_its_name(monkeypatch: pytest.MonkeyPatch, give
 def test_options_that_contradict(arguments: list[str], says: str) -> None:
     from forerun.cli.app import app
 
-    result = CliRunner().invoke(app, ["serve", "mini", *arguments])
+    result = CliRunner().invoke(app, ["serve", "mini", "--port", "0", *arguments])
     assert result.exit_code == 2 and says in result.output, result.output
+
+
+def test_keys_from_windows_are_the_same_keys(tmp_path: Path) -> None:
+    from forerun.cli.serve import _read_keys
+
+    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbffirst\r\nsecond\r\n")
+    assert _read_keys(tmp_path / "keys") == ["first", "second"]
 
 
 def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +114,20 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(monkeypatch: py
     assert result.exit_code == 2, result.output
     said = " ".join(result.output.split())
     assert f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --port" in said
+
+
+def test_a_certificate_that_is_none_is_said_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from forerun.cli.app import app
+
+    monkeypatch.setattr("forerun.cli.serve.open_llm", lambda *_, **__: pytest.fail("the model was loaded"))
+    for name in ("cert.pem", "key.pem"):
+        (tmp_path / name).write_text("no PEM", "utf-8")
+    options = ["--ssl-certfile", str(tmp_path / "cert.pem"), "--ssl-keyfile", str(tmp_path / "key.pem")]
+    result = CliRunner().invoke(app, ["serve", "mini", "--port", "0", *options])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 2 and f"--ssl-certfile {options[1]} and --ssl-keyfile {options[3]} are no" in said, said
 
 
 def ask(address: str, headers: dict[str, str], **fields: Any) -> Any:

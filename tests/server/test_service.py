@@ -7,6 +7,7 @@ import json
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
+from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,13 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from forerun import LLM, SamplingParams
+from forerun import LLM, SamplingParams, assemble
 from forerun.core import RequestStats
 from forerun.drafters.portfolio import Portfolio
 from forerun.engine.outputs import RequestGroup
 from forerun.server.errors import ApiError
 from forerun.server.service import EngineService
+from tests.models import factory
 from tests.server.conftest import client_of, settings, wait_until
 from tests.support import mini
 
@@ -60,7 +62,8 @@ def test_a_full_queue_answers_429_and_says_when_to_come_again(small: LLM) -> Non
         assert {answer.json()["error"]["type"] for answer in refused} == {"rate_limit_error"}
         for stream in (False, True):
             never = client.post("/v1/completions", json=body(1, n=4, stream=stream))  # two seats, one place
-            assert never.status_code == 429 and int(never.headers["retry-after"]) >= 1
+            error = never.json()["error"]
+            assert never.status_code == 400 and error["param"] == "n" and "holds 3 at a time" in error["message"]
         assert client.post("/v1/completions", json=body(1)).status_code == 200
     small.engine.scheduler.check_integrity()
 
@@ -406,3 +409,15 @@ def test_the_dashboard_asks_for_metrics_that_exist(small: LLM) -> None:
     assert len(asked) > 12
     for name in asked:
         assert re.sub("_(total|bucket|count|sum)$", "", name) in known, name
+
+
+def test_seats_are_as_many_as_there_is_memory_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model with recurrent layers keeps a state for each request that runs."""
+    path = factory.make_checkpoint("lfm2", tmp_path)
+    monkeypatch.setattr(assemble, "memory_of", lambda device: 1 << 30)
+    monkeypatch.setattr(assemble, "bytes_per_slot", lambda specs: (1 << 30) // 13)  # three in a quarter
+    with LLM(str(path), threads=1, block_size=4, prefix_caching=False) as few:
+        assert EngineService(few, settings()).num_seats == 3 < few.config.max_num_seqs
+    assert "recurrent states of 3 requests" in caplog.text

@@ -29,6 +29,23 @@ def test_nobody_gained_from_drafts_of_which_none_was_accepted() -> None:
     assert RequestStats(step_s=3.0, plain_s=1.5, trees=wrong).estimated_speedup == 0.5, "but they may have cost time"
 
 
+def test_samples_count_by_the_time_they_took() -> None:
+    account = Account(3, None)
+    long = RequestStats(num_tokens=60, num_steps=30, step_s=30.0, plain_s=30.0, trees=DrafterCount(40, 30))
+    untimed = RequestStats(num_tokens=9, num_steps=5, step_s=9.0, trees=DrafterCount(4, 2))
+    for index, each in enumerate((stats(), long, untimed)):
+        account.add(index, Delta(0, "", (), (), "stop", None, 0, each, each.estimated_speedup, ()))
+    assert account.forerun()["estimated_speedup"] == round(33 / 32, 4)
+
+
+def test_no_sum_of_samples_is_above_their_tokens_a_pass() -> None:
+    account = Account(2, None)
+    for index, num_tokens in enumerate((5, 7)):
+        each = RequestStats(num_tokens=num_tokens, num_steps=5, step_s=1.0, plain_s=9.0, trees=DrafterCount(4, 2))
+        account.add(index, Delta(0, "", (), (), "stop", None, 0, each, each.estimated_speedup, ()))
+    assert account.forerun()["estimated_speedup"] == 1.2
+
+
 def test_everyone_tells_the_same() -> None:
     metrics, account = Metrics(lambda: EngineLoad(0, 0, 0.0, True, {}, 0, {})), Account(1, None)
     for each in (stats(), stats(num_drafted=0)):

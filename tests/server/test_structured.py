@@ -19,6 +19,7 @@ pytest.importorskip("xgrammar", reason="structured output is not installed")
 
 from forerun import LLM
 from forerun.core import TokenBits
+from forerun.errors import GrammarError
 from forerun.server import grammar_compiler
 from forerun.server.context import ServerContext
 from forerun.server.errors import ApiError
@@ -396,6 +397,33 @@ def test_a_model_that_does_not_think_keeps_to_its_grammar(llm: LLM, compiler: Gr
     assert mask.forced([]) == mask.forced([70]) == () and mask.allowed(yes[:1]) is not None
     assert len(yes) == 1 or list(mask.forced(yes[:1])) == yes[1:]
     assert mask.allowed([70, 5, 77]) == inner.allowed([]) and mask.allowed([70, 77, *yes]) == inner.allowed(yes)
+
+
+def test_a_call_may_come_instead_of_what_the_grammar_describes(llm: LLM, compiler: GrammarCompiler) -> None:
+    """80 opens a call; 70 to 77 is thinking."""
+    inner, yes = compiler.mask(GrammarSpec("regex", "yes")), llm.tokenizer.encode("yes", add_special_tokens=False)
+    plain, thinking = AfterThinking(inner, None, call_id=80), AfterThinking(inner, 70, [77], call_id=80)
+    assert listed(plain, []) == listed(inner, []) | {80} and listed(thinking, []) == listed(inner, []) | {70, 80}
+    assert listed(thinking, [70, 5, 77]) == listed(plain, []) and thinking.allowed([70, 80]) is None
+    for mask, before in ((plain, []), (thinking, []), (thinking, [70, 77])):
+        assert mask.allowed([*before, 80]) is None and mask.allowed([*before, 80, *yes, 80]) is None
+        assert listed(mask, [*before, *yes]) == listed(inner, yes), "no call behind the text"
+        assert mask.forced(before) == mask.forced([*before, 80]) == () and mask.ready([*before, 80])
+
+
+def test_masks_that_have_come_are_kept_when_their_process_ends() -> None:
+    ours, theirs = socketpair()
+    mask = PrefixMask(ours, 32, lambda known, text: [])
+    with theirs:
+        mask._asked.append(((), 0))
+        theirs.sendall(ALL + FORCED.pack(0))
+        assert mask.ready((), 1.0)
+    with pytest.raises(GrammarError):
+        while True:  # until it is noticed
+            mask.ready((5,), 0.1)
+    assert mask.ready(()) and mask.allowed(()) is None
+    with pytest.raises(GrammarError):
+        mask.ready((5,))
 
 
 def test_times_count_from_arrival(client: TestClient) -> None:

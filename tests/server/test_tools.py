@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun import LLM
 from forerun.errors import ConfigError
-from forerun.server.call_readers import CallPiece, JsonCalls, NoCalls, ToolParser, read_json
+from forerun.server.call_readers import CallPiece, JsonCalls, NoCalls, OutputPiece, Prose, ToolParser, read_json
+from forerun.server.chat import ChatJob
+from forerun.server.chat_choice import ChatChoice
+from forerun.server.context import ServerContext
 from forerun.server.conversation import render
 from forerun.server.harmony import Harmony
+from forerun.server.pieces import Pieces
 from forerun.server.reasoning import STYLES as REASONING
 from forerun.server.reasoning import ReasoningMarks, ReasoningSplitter, may_think, reasoning_style, starts_inside
 from forerun.server.schema import ChatBody
+from forerun.server.streams import Delta
 from forerun.server.tagged_calls import typed
 from forerun.server.tools import (
+    MARKS,
     STYLES,
     ForcedArguments,
     ForcedCalls,
@@ -29,8 +38,9 @@ from forerun.server.tools import (
     tool_style,
 )
 from forerun.weights.tokenizer import Tokenizer
-from tests.server.conftest import client_of, events_of
+from tests.server.conftest import client_of, events_of, settings
 from tests.support.shared import shared_data
+from tests.weights.makers import byte_level, save
 
 
 class Call(NamedTuple):
@@ -98,6 +108,11 @@ TEXTS: dict[str, tuple[str, str, str, list[Call]]] = {  # name -> style, text, c
     "llama": ("llama3_json", '{"name": "f", "parameters": {"x": [1, "a]}"]}}', "", [F]),
     "llama-tag": ("llama3_json", f"<|python_tag|>{CALL}; {CALL}", "", [F, F]),
     "llama-other-json": ("llama3_json", '{"answer": 5}', '{"answer": 5}', []),
+    "llama-person": ("llama3_json", '{"name": "Ann", "age": 3}', '{"name": "Ann", "age": 3}', []),
+    "llama-stranger": (
+        "llama3_json", '{"name": "h", "parameters": {}} x', '{"name": "h", "parameters": {}} x', []
+    ),
+    "llama-tag-stranger": ("llama3_json", '<|python_tag|>{"name": "h"}', "", [Call("h", "{}")]),
     "llama-text": ("llama3_json", "No. {", "No. {", []),
     "mistral": ("mistral", f"Sure. [TOOL_CALLS] [{CALL}, {CALL}]", "Sure. ", [F, F]),
     "mistral-new": (
@@ -164,6 +179,12 @@ TEXTS: dict[str, tuple[str, str, str, list[Call]]] = {  # name -> style, text, c
     "kimi-broken": (
         "kimi_k2", KIMI_F.replace("<|tool_call_end|>", " <|tool_call_begin|>"), f" <|tool_call_begin|>{KIMI_END}", [F]
     ),
+    "command": (
+        "command",
+        'So: <|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"x": [1, "a]}"]}},\n    '
+        '{"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>',
+        "So: ", [F, Call("g", "{}")],
+    ),
     "harmony": ("openai", CHANNELS, "I look.", [F]),
     "harmony-role": (
         "openai",
@@ -185,14 +206,24 @@ TEXTS: dict[str, tuple[str, str, str, list[Call]]] = {  # name -> style, text, c
 }  # fmt: skip
 
 
-def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[Call]]:
-    parsed = [*map(parser.feed, pieces), parser.finish()]
-    return "".join(p.content for p in parsed), together([piece for p in parsed for piece in p.calls])
+def pieces_of(parser: ToolParser, texts: Iterable[str]) -> list[OutputPiece]:
+    return [piece for found in [*map(parser.feed, texts), parser.finish()] for piece in found]
 
 
-def together(pieces: list[CallPiece]) -> list[Call]:
+def text_of(pieces: Iterable[OutputPiece], reasoning: bool = False) -> str:
+    return "".join(each.text for each in pieces if isinstance(each, Prose) and each.is_reasoning == reasoning)
+
+
+def read(parser: ToolParser, texts: Iterable[str]) -> tuple[str, list[Call]]:
+    found = pieces_of(parser, texts)
+    return text_of(found), together(found)
+
+
+def together(pieces: Iterable[OutputPiece]) -> list[Call]:
     calls: list[Call] = []
     for piece in pieces:
+        if isinstance(piece, Prose):
+            continue
         if piece.name is not None:
             calls.append(Call(piece.name, ""))
         calls[-1] = Call(calls[-1].name, calls[-1].arguments + piece.arguments)
@@ -217,6 +248,32 @@ def test_any_cut_gives_the_same(name: str, places: list[int]) -> None:
     assert read(STYLES[style](FUNCTIONS), cut(text, places)) == (content, calls)
 
 
+def items_of(parser: ToolParser, texts: list[str]) -> list[list[str]]:
+    """The items that /v1/responses and /v1/messages make of an output: kind, name, text."""
+    choice, pieces, items = ChatChoice(0, None, parser, "", 0, only_one_call=False), Pieces(None), list[list[str]]()
+    for number, text in enumerate(texts, 1):
+        reason: Any = "stop" if number == len(texts) else None
+        for part in choice.take(Delta(0, text, (), (), reason, None, 0, None, None, ())):
+            for piece in pieces.take({"delta": part}):
+                items += [[piece.kind, piece.name, ""]] if piece.begins else []
+                items[-1][2] += piece.text
+    return items
+
+
+@given(st.sampled_from(sorted(TEXTS)), st.sampled_from(("", " Done. ")), st.lists(st.integers(0, 600), max_size=8))
+def test_any_cut_gives_the_same_items(name: str, between: str, places: list[int]) -> None:
+    """Text, reasoning and calls keep their order: what one step of the engine brings depends on drafts."""
+    style, text, *_ = TEXTS[name]
+    text = text + between + text
+    assert items_of(STYLES[style](FUNCTIONS), cut(text, places)) == items_of(STYLES[style](FUNCTIONS), list(text))
+
+
+def test_a_call_and_the_text_behind_it_may_come_at_once() -> None:
+    text = f"So: <tool_call>{CALL}</tool_call>Done.<tool_call>{CALL}"
+    expected = [["text", "", "So: "], ["call", "f", F.arguments], ["text", "", "Done."], ["call", "f", F.arguments]]
+    assert items_of(STYLES["hermes"](FUNCTIONS), [text]) == expected
+
+
 @given(st.sampled_from([name for name in STYLES if name != "none"]), st.text("<tol_ca>[TOOL_CALLS]{}\n x", max_size=40))
 def test_text_without_calls_is_kept_whole(style: str, text: str) -> None:
     content, calls = read(STYLES[style](FUNCTIONS), list(text))
@@ -232,7 +289,7 @@ MARKUP = (
     "<|tool_call>", "call:g{", "}", "<tool_call|>", '<|"|>', "{", "[", "]", ",", ":", "5", "<|start|>",
     "assistant", "<|channel|>", "final", "analysis", "commentary", " to=functions.g", "<|message|>", "<|end|>",
     "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.g:0", "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>", "<|tool_calls_section_end|>",
+    "<|tool_call_end|>", "<|tool_calls_section_end|>", "<|START_ACTION|>", '{"tool_name": "g"}', "<|END_ACTION|>",
     "<|call|>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "x", '{"name": "g", "arguments": {', " ", "\n", "g",
 )  # fmt: skip
 
@@ -258,16 +315,16 @@ def test_harmony_keeps_the_text_of_every_channel(text: str) -> None:
         f"<|channel|>analysis<|message|>{text}<|end|><|start|>assistant<|channel|>final<|message|>{text}<|end|>"
         f"<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{text}<|call|>"
     )
-    parsed = [*map(parser.feed, said), parser.finish()]
-    assert "".join(p.reasoning for p in parsed) == "".join(p.content for p in parsed) == text
-    assert together([piece for p in parsed for piece in p.calls]) == [Call("f", text or "{}")]
+    found = pieces_of(parser, said)
+    assert text_of(found, reasoning=True) == text_of(found) == text
+    assert together(found) == [Call("f", text or "{}")]
 
 
 def test_harmony_without_tools_reads_channels_only() -> None:
     parser = Harmony(NoCalls(), reads_calls=False)
-    parsed = [*map(parser.feed, CHANNELS), parser.finish()]
-    assert "".join(p.reasoning for p in parsed) == "Hm. <b>?" and not any(p.calls for p in parsed)
-    assert "".join(p.content for p in parsed) == f"I look.\n\n{F.arguments}"
+    found = pieces_of(parser, CHANNELS)
+    assert text_of(found, reasoning=True) == "Hm. <b>?" and not together(found)
+    assert text_of(found) == f"I look.\n\n{F.arguments}"
     forced = Harmony(ForcedCalls(), reads_calls=False)
     answer = f"<|channel|>commentary<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>[{CALL}]"
     assert read(forced, list(answer)) == ("So.", [F])
@@ -314,6 +371,9 @@ def test_forced_calls() -> None:
     assert read(ForcedCalls(), list(f"[{CALL}, {CALL}]")) == ("", [F, F])
     cut_off = Call("f", '{"x": [1, "a]')  # by max_tokens: the finish reason says so
     assert read(ForcedCalls(), list(f"[{CALL}, {CALL[:-5]}")) == ("", [F, cut_off])
+    for unnamed in ('[{"name": "f', f"[{CALL}, {CALL[:9]}"):  # text, as nothing a model wrote is lost
+        calls = [F] * unnamed.count(CALL)
+        assert read(ForcedCalls(), list(unnamed)) == (unnamed.removeprefix(f"[{CALL}"), calls)
     assert read(ForcedArguments("g"), ['{"a"', ": 1}"]) == ("", [Call("g", '{"a": 1}')])
 
 
@@ -372,7 +432,7 @@ def test_arguments_are_passed_on_as_they_come(style: str, text: str, first: str)
     """Every character of the arguments, as soon as it is there; the name before the first of them."""
     parser, seen = STYLES[style](FUNCTIONS), []
     for character in text:
-        seen.append(list(parser.feed(character).calls))
+        seen.append(parser.feed(character))
     start = text.index(first) + len(first) - 1
     assert not any(seen[:start])
     assert seen[start] == [CallPiece("f"), CallPiece(None, "{")]
@@ -384,7 +444,7 @@ def test_xml_arguments_are_passed_on_by_parameter() -> None:
     parser = STYLES["qwen3_coder"]({})
     texts = ("<tool_call>\n<function=f>", "\n<parameter=x>\n5\n</para", "meter>\n<parameter=y>NaN</parameter>",
              "</function></tool_call>")  # fmt: skip
-    assert [together([CallPiece("f"), *parser.feed(text).calls]) for text in texts] == [
+    assert [together([CallPiece("f"), *parser.feed(text)]) for text in texts] == [
         [Call("f", ""), Call("f", "")], [Call("f", "")], [Call("f", '{"x": 5, "y": "NaN"')], [Call("f", "}")]
     ]  # fmt: skip
 
@@ -392,6 +452,7 @@ def test_xml_arguments_are_passed_on_by_parameter() -> None:
 def test_styles_are_found_in_the_real_templates() -> None:
     folder = shared_data("tokenizers/chat_templates")
     expected = {
+        "CohereForAI-c4ai-command-r7b-12-2024-tool_use": "command",
         "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": "hermes",
         "Qwen-Qwen2.5-7B-Instruct": "hermes",
         "meta-llama-Llama-3.1-8B-Instruct": "llama3_json",
@@ -402,7 +463,7 @@ def test_styles_are_found_in_the_real_templates() -> None:
     assert found == expected
     assert tool_style("qwen", None) == "hermes" and tool_style("glm47", None) == "glm45"
     assert len(call_id("mistral", "f", 0)) == 9
-    with pytest.raises(ConfigError, match="tool-parser"):
+    with pytest.raises(ConfigError, match="tool_parser"):
         tool_style("gpt", None)
 
 
@@ -481,7 +542,12 @@ def test_whether_a_prompt_leaves_room_for_thinking() -> None:
     assert marks == REASONING["think"] and reasoning_style("auto", "hello") is None
     assert starts_inside("<|Assistant|><think>\n", marks) and not starts_inside("<think>\n\n</think>\n\n", marks)
     assert not may_think("<think>\n\n</think>\n\n", marks) and may_think("assistant\n", marks)
-    with pytest.raises(ConfigError, match="reasoning-parser"):
+    assert not starts_inside("user\nWhat is <think>?\nassistant\n", marks)
+    assert starts_inside("assistant\n<|channel>thought\n", REASONING["gemma4"])
+    assert starts_inside("assistant\n<|channel>", REASONING["gemma4"])
+    for said, inside in (("\n<think>hm", True), ("<think>hm</think>So", False), ("Write <think> first", False)):
+        assert starts_inside(f"<think>?\nassistant\n{said}", marks, said) == inside, said
+    with pytest.raises(ConfigError, match="reasoning_parser"):
         reasoning_style("loud", None)
 
 
@@ -558,6 +624,80 @@ def test_calls_of_kimi_are_numbered_through_the_conversation(llm: LLM, monkeypat
             assert [one["id"] for one in choice["message"]["tool_calls"]] == ["functions.f:1", "functions.f:2"]
 
 
+def test_a_user_may_write_about_the_marks_of_thinking(thinking: httpx.Client) -> None:
+    pytest.importorskip("xgrammar")
+    asked = {"messages": [{"role": "user", "content": "What is <think>?"}], "guided_choice": ["yes"]}
+    message = thinking.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "yes"}
+
+
+# -- a call, or an answer in the response format ----------------------------------------------------------------
+
+OPENING = "<|im_start|>"  # a special token of the embedded model, which takes the part of <tool_call>
+SHORT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a", "b"]}}}
+
+
+@pytest.fixture
+def marked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A request with a tool, whose call is the opening mark and the tool's name; its bias is towards both."""
+    pytest.importorskip("xgrammar")
+    for style in ("glm45", "llama3_json"):
+        monkeypatch.setitem(MARKS, style, (OPENING, "</tool_call>"))
+    [opening], [name] = (llm.tokenizer.encode(text, add_special_tokens=False) for text in (OPENING, "look"))
+    bias = {str(opening): 60.0, str(name): 100.0}  # the format allows the name only behind the mark
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    return {"messages": [{"role": "user", "content": "?"}], "tools": tools, "logit_bias": bias, "seed": 1}
+
+
+def test_beside_a_response_format_a_call_may_come_first(llm: LLM, marked: dict[str, Any]) -> None:
+    with client_of(llm, tool_parser="glm45") as client:
+
+        def message(**fields: Any) -> dict[str, Any]:
+            [choice] = client.post("/v1/chat/completions", json={**marked, "max_tokens": 9, **fields}).json()["choices"]
+            return dict(choice["message"])
+
+        for speculation in ("auto", "off"):
+            called = message(response_format=SHORT, max_tokens=2, speculation=speculation)
+            [call] = called["tool_calls"]
+            assert call["function"] == {"name": "look", "arguments": "{}"} and called["content"] is None
+        away = dict.fromkeys(marked["logit_bias"], -100.0)
+        assert message(response_format=SHORT, logit_bias=away)["content"] in ('"a"', '"b"')
+        assert message(guided_choice=["yes"])["content"] == "yes"  # all that such an answer may be
+
+
+def test_a_response_format_that_no_call_could_get_past_is_refused(
+    chat: Callable[..., Any], post: Callable[..., Any]
+) -> None:
+    pytest.importorskip("xgrammar")
+    error = chat("?", 400, tools=[CLOCK], response_format=SHORT)["error"]
+    assert error["param"] == "response_format" and "calls may begin with text" in error["message"]
+    tool = {"type": "function", "name": "look"}
+    form = {"format": {"type": "json_object"}}
+    assert post("/v1/responses", 400, input="?", tools=[tool], text=form)["error"]["param"] == "text.format"
+    [choice] = chat("?", tools=[CLOCK], response_format=SHORT, tool_choice="none")["choices"]
+    assert choice["message"]["content"] in ('"a"', '"b"')
+
+
+def test_calls_that_may_come_without_their_mark_are_refused_beside_a_format(llm: LLM, marked: dict[str, Any]) -> None:
+    """Llama 3 writes bare JSON, though its mark is a token."""
+    with client_of(llm, tool_parser="llama3_json") as client:
+        answer = client.post("/v1/chat/completions", json={**marked, "response_format": SHORT})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "response_format"
+
+
+def test_texts_show_the_marks_of_calls_that_are_special_tokens(
+    app: FastAPI, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = ChatBody(messages=[{"role": "user", "content": "?"}], tools=[CLOCK])
+
+    def skips(asked: ChatBody) -> bool:
+        return ChatJob(app.state.context, asked).groups[0].samples[0].request.params.skip_special_tokens
+
+    assert skips(body)
+    monkeypatch.setitem(MARKS, "hermes", (OPENING, "</tool_call>"))
+    assert not skips(body) and skips(body.model_copy(update={"tool_choice": "none"}))
+
+
 class Harmonized:
     """A tokenizer whose template reads reasoning as gpt-oss's does."""
 
@@ -574,6 +714,20 @@ def test_reasoning_reaches_gpt_oss_by_its_own_name() -> None:
     body = ChatBody(messages=[said, {**said, "content": "So."}, {"role": "user", "content": "?"}])
     rendered = json.loads(render(cast(Tokenizer, Harmonized()), body, []))
     assert [tuple(message.values()) for message in rendered] == [("", "hm"), ("So.", None), ("?", None)]
+
+
+def test_a_template_for_tools_is_taken_where_there_are_tools(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    templates = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools[0].function.name }}<function="}
+    named = [{"name": name, "template": text} for name, text in templates.items()]
+    tokenizer = Tokenizer.from_folder(save(byte_level(), tmp_path, chat_template=named))
+    body = ChatBody.model_validate(
+        {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function", "function": {"name": "f"}}]}
+    )
+    assert render(tokenizer, body, body.tools or []) == "f<function=" and render(tokenizer, body, []) == "hi"
+    monkeypatch.setattr(llm.tokenizer, "tool_template", tokenizer.tool_template)
+    assert ServerContext(llm, settings()).tool_style == "qwen3_coder"
 
 
 def test_conversations_with_calls_are_rendered(post: Callable[..., Any]) -> None:

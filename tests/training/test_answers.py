@@ -22,6 +22,7 @@ from forerun.training.heads.config import Eagle3Config, load_head_recipe
 from forerun.training.heads.console import HeadConsole
 from forerun.training.heads.conversations import AnswerOptions, answer_files, read_temperatures
 from forerun.training.heads.export import export_head
+from forerun.training.heads.prompts import read_file
 from forerun.training.heads.rows import Rows
 from forerun.training.heads.run import load_target, make_trainer, train_head
 from forerun.training.heads.sequences import check_lengths
@@ -50,6 +51,12 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
+def test_texts_of_windows_are_parts_between_empty_lines_too(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"\xef\xbb\xbfOne.\r\nStill one.\r\n\r\nTwo.\r\n")
+    assert [turns for turns, _ in read_file(path)] == [["One.\nStill one."], ["Two.\n"]]
+
+
 def test_a_second_turn_follows_on_the_targets_own_answer(target: Path, prompts: Path, tmp_path: Path) -> None:  # noqa: F811
     model = str(target / "model")
     first, second = answer_files(model, [prompts], tmp_path / "out", OPTIONS, lambda _: None)
@@ -64,6 +71,22 @@ def test_a_second_turn_follows_on_the_targets_own_answer(target: Path, prompts: 
     found = sorted(line["prompt"] for line in lines_of(second))
     assert found == sorted(tokenizer.encode_chat(messages)[-40:] for messages in wanted)
     assert all(len(line["answer"]) <= 6 for line in lines_of(first) + lines_of(second))
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "least"),
+    [
+        ("answers", "--turns", 1),
+        ("answers", "--answer-tokens", 1),
+        ("answers", "--prompt-tokens", 1),
+        ("eagle3", "--data-tokens", 0),
+        ("eagle3", "--capture-bytes", 0),
+    ],
+)
+def test_numbers_out_of_range_are_named_by_their_option(command: str, option: str, least: int) -> None:
+    words = ["--target", "no-model", "--data", "no.jsonl", "--out", "nowhere", option, str(least - 1)]
+    result = CliRunner().invoke(app, [command, *words])
+    assert result.exit_code == 2 and f"Invalid value for '{option}'" in result.output
 
 
 def test_answers_interrupted_equal_answers_uninterrupted(

@@ -86,6 +86,24 @@ def test_prepared_folder_is_taken_again(recipe: Recipe, tmp_path: Path) -> None:
     assert (tokens == 0).sum() == first.counts["mbpp_train_601_974"].documents  # one separator each
 
 
+def test_data_of_another_recipe_is_not_taken(recipe: Recipe, tmp_path: Path) -> None:
+    """A run that ended before its first checkpoint has nothing else to tell it by."""
+    prepare(recipe, tmp_path / "run", ignore)
+    elsewhere = replace(recipe, data=replace(recipe.data, dir="elsewhere"))
+    heavier = replace(recipe, mix={**recipe.mix, "mbpp_train_601_974": 5.0})
+    for other, said in (
+        (replace(recipe, seed=4), "holds other data: seed was 3, is 4. Use the recipe as it was, another --out"),
+        (elsewhere, f"data.dir was '{recipe.data.dir}', is 'elsewhere'"),
+        (heavier, "mix was"),
+        (replace(recipe, start_from="there"), "tokenizer_from was '', is 'there'"),
+    ):
+        with pytest.raises(TrainingError) as error:
+            prepare(other, tmp_path / "run", ignore)
+        assert said in str(error.value)
+    (tmp_path / "run" / "data" / "about.json").unlink()
+    assert prepare(heavier, tmp_path / "run", ignore).counts, "an earlier version prepared it"
+
+
 def test_too_little_text_for_the_vocabulary(recipe: Recipe, tmp_path: Path) -> None:
     big = replace(recipe, model=replace(recipe.model, vocab_size=60000))
     with pytest.raises(TrainingError, match="asks for 60000"):

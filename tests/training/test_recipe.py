@@ -64,6 +64,18 @@ def test_mistakes_are_named(recipe_path: Path, old: str, new: str, message: str)
     assert message in str(error.value)
 
 
+def test_recipes_of_other_editors(recipe_path: Path) -> None:
+    """Notepad puts a byte order mark before UTF-8, and PowerShell writes UTF-16."""
+    text, recipe = recipe_path.read_text("utf-8"), load_recipe(recipe_path)
+    recipe_path.write_bytes(text.replace("\n", "\r\n").encode("utf-8-sig"))
+    assert load_recipe(recipe_path) == recipe
+    recipe_path.write_text(text, "utf-16")
+    with pytest.raises(ConfigError, match=r"tiny\.toml is not valid TOML in UTF-8: "):
+        load_recipe(recipe_path)
+    with pytest.raises(ConfigError, match=r"tiny\.toml is not valid TOML in UTF-8: "):
+        load_head_recipe("medusa", recipe_path)
+
+
 def test_missing_file() -> None:
     with pytest.raises(ConfigError, match="cannot read recipe nowhere"):
         load_recipe(Path("nowhere.toml"))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from forerun.cli.app import app as forerun
 from forerun.cli.train import app
-from forerun.errors import TrainingError
-from forerun.training.checkpoint import read_checkpoint
+from forerun.errors import CheckpointError, ResourceError, TrainingError
+from forerun.training.checkpoint import find_checkpoint, read_checkpoint, write_atomically
 from forerun.training.console import Console
 from forerun.training.distill import continue_text, draw_ids
-from forerun.training.export import load_model
+from forerun.training.export import export_model, load_model
 from forerun.training.lm import make_net, train_lm
 from forerun.training.net import Net
 from forerun.training.recipe import DistillConfig, Recipe
@@ -69,6 +71,54 @@ def test_fresh_starts_anew_and_shapes_are_checked(recipe: Recipe, tmp_path: Path
     with pytest.raises(TrainingError, match="--fresh"):
         train_lm(wider, tmp_path / "run", False, Console())
     assert train_lm(wider, tmp_path / "run", True, Console())
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"seed": 4}, "seed was 3, is 4. Use the recipe as it was, another --out, or --fresh"),
+        ({"start_from": "there"}, "start_from was '', is 'there'"),
+        ({"prompt_weight": 0.5, "seed": 5}, "seed was 3, is 5; prompt_weight was 1.0, is 0.5"),
+        ({"mix": {"african_storybook_en": 2.0}}, "'mbpp_train_601_974': 1.0}, is {'african_storybook_en': 2.0}"),
+    ],
+)
+def test_a_run_does_not_go_on_with_another_recipe(
+    recipe: Recipe, tmp_path: Path, changed: dict[str, Any], said: str
+) -> None:
+    write_atomically(tmp_path / "last.pt", {"step": 2, "recipe": asdict(recipe)})
+    with pytest.raises(TrainingError) as error:
+        find_checkpoint(tmp_path, replace(recipe, **changed))
+    assert str(error.value).startswith(f"{tmp_path} holds another training: ") and said in str(error.value)
+
+
+def test_parts_of_a_section_are_named_and_how_a_run_is_watched_may_change(recipe: Recipe, tmp_path: Path) -> None:
+    older = asdict(recipe)
+    del older["prompt_weight"], older["data"]["bench_dir"]
+    write_atomically(tmp_path / "last.pt", {"step": 2, "recipe": older})
+    for section, name, was in (("data", "dir", recipe.data.dir), ("optimizer", "clip_norm", 1.0)):
+        part = replace(getattr(recipe, section), **{name: type(was)(9)})
+        with pytest.raises(TrainingError, match=rf"holds another training: {section}\.{name} was {was!r}, is '?9"):
+            find_checkpoint(tmp_path, replace(recipe, **{section: part}))
+    longer_way = replace(recipe.data, dir=f"{recipe.data.dir}/../{Path(recipe.data.dir).name}/")
+    assert find_checkpoint(tmp_path, replace(recipe, data=longer_way)) is not None, "the same folder"
+    schedule, run = replace(recipe.schedule, steps=12), replace(recipe.run, checkpoint_every=5)
+    state = find_checkpoint(tmp_path, replace(recipe, name="other", schedule=schedule, run=run, prompt_weight=0.5))
+    assert state is not None and state["step"] == 2, "what older checkpoints do not have does not count"
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(state: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc:595] . unexpected pos 64 vs 0\nmore")
+
+    write_atomically(tmp_path / "last.pt", {"step": 1})
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(ResourceError, match=r"cannot write .*last\.pt: .* vs 0; make room, then start again to go on"):
+        write_atomically(tmp_path / "last.pt", {"step": 2})
+    assert read_checkpoint(tmp_path / "last.pt") == {"step": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -160,3 +210,37 @@ def test_command_trains_and_reports(recipe_path: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "copy")])
     assert result.output.startswith("step 8 written")
     assert (tmp_path / "copy" / "model.safetensors").read_bytes() == exported
+
+
+def test_only_a_language_models_run_can_be_exported_and_resumed(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "head").mkdir()
+    write_atomically(tmp_path / "head" / "last.pt", {"step": 2, "identity": {}})
+    for run, said in (("typo", "there is no checkpoint"), ("head", "is of a head's training, not of")):
+        result = CliRunner().invoke(forerun, ["train", "export", str(tmp_path / run), str(tmp_path / "out")])
+        shown = " ".join(result.stderr.split())
+        assert result.exit_code == 2 and shown.startswith("error: ") and said in shown
+        assert str(tmp_path / run / "last.pt") in shown and "--fresh" not in shown
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(TrainingError, match=r"last\.pt is of a head's training, not of .*; give another folder"):
+        find_checkpoint(tmp_path / "head", recipe)
+
+
+def test_an_export_is_replaced_whole_and_a_damaged_one_is_named(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_lm(recipe, tmp_path / "run", False, Console())
+    exported = tmp_path / "run" / "export" / "model.safetensors"
+    whole, write = exported.read_bytes(), Path.write_bytes
+
+    def fail(path: Path, data: bytes) -> None:
+        write(path, data[:99])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(OSError, match="No space"):
+        export_model(make_net(replace(recipe, seed=9)), tmp_path / "run" / "data", exported.parent)
+    monkeypatch.undo()
+    assert exported.read_bytes() == whole and not exported.with_name("model.tmp").exists()
+    exported.write_bytes(whole[:99])
+    with pytest.raises(CheckpointError, match="export is no model exported by"):
+        load_model(exported.parent)

@@ -6,6 +6,7 @@ Knows: axes, ticks, colours. Does not know: what is shown.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -173,6 +174,10 @@ def check_chart(path: Path | None) -> None:
         raise ConfigError(f"--chart must end in .svg; got {path}")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder {path.absolute().parent} for the chart: make it, or choose another")
+    if path.is_dir():
+        raise ConfigError(f"--chart {path} is a folder: give the name of a file")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"--chart {path} cannot be written: choose another path, or check its permissions")
 
 
 def ticks(highest: float, least: float = 0.0) -> list[float]:

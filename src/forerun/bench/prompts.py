@@ -60,7 +60,7 @@ def _cases(path: Path) -> Iterator[PromptCase]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text("utf-8").splitlines()
+        return path.read_text("utf-8-sig").split("\n")  # not at U+2028 and the like, which JSON may hold
     except OSError as error:
         raise DataError(f"cannot read the prompt file {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -21,8 +21,8 @@ MAX_DEPTHS: Final = 6  # columns of acceptance by depth
 MIN_STEPS: Final = 5  # depths reached less often are not shown
 NOISE: Final = (
     "~: within noise. The 95% interval (Student's t over log ratios, over prompts; over repeats of a single one) holds "
-    "1.00, there was one measurement only, or steps brought no more than one token. tokens/s: all tokens over all "
-    "seconds; speed-up: the geometric mean over prompts, so that no long answer outweighs the others"
+    "1.00, there was one measurement only, or steps brought no more than one token. tokens/s: the median over prompts; "
+    "speed-up: the geometric mean over prompts of the ratio to plain decoding, so it is not the ratio of two tokens/s"
 )
 
 STYLE: Final = """

@@ -87,8 +87,12 @@ def api_root(url: str) -> str:
 
     Raises ConfigError for anything but an http address.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a bracket that is not closed, a port that is no number
+        is_one = False
+    if not is_one or parts.query or parts.fragment:
         raise ConfigError(f"an address such as http://127.0.0.1:8000 is needed, got {url!r}")
     bare = url.rstrip("/")
     last = bare.rpartition("/")[2]

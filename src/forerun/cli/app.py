@@ -6,6 +6,7 @@ Nothing heavy is imported here: every command imports torch and the engine when 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -61,12 +62,21 @@ class CleanGroup(TyperGroup):
             _drop_stdout()
             raise typer.Exit(EXIT_BROKEN_PIPE) from error
         except OSError as error:
-            if error.filename is None:
+            if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise  # not about a user's file
+            _drop_stdout_if_full()
             print_error(
-                f"{error.filename}: {error.strerror}; choose another path, or check its permissions and free space"
+                f"{error.filename or 'output'}: {error.strerror}; choose another path, or check its permissions and "
+                "free space"
             )
             raise typer.Exit(EXIT_USER_ERROR) from error
+
+
+def _drop_stdout_if_full() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_stdout()
 
 
 def _drop_stdout() -> None:
@@ -84,7 +94,7 @@ app = typer.Typer(
     rich_markup_mode="rich" if shutil.get_terminal_size().columns >= WIDE else None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure drafters, passes, prompts and servers.", no_args_is_help=True)
 bench_app.command("speed")(ungrouped(bench.speed))
 bench_app.command("drafters")(ungrouped(bench_drafters.drafters))
 bench_app.command("serve")(ungrouped(bench_serve.bench_serve))

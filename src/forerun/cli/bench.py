@@ -59,9 +59,9 @@ def speed(
     report = _measure(engines, cases, params, repeats, by_category)
     settings = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "temperature": temperature}
     report |= {**settings, "repeats": repeats, "verification": verification, "seed": seed}
+    print_json(report) if json else _show(report)
     if chart is not None:
         chart.write_text(_drawn(report), "utf-8")
-    print_json(report) if json else _show(report)
 
 
 def _prepare_all(model: str, drafters: Sequence[str], sizes: opt.DraftSizes) -> None:

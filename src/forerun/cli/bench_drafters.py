@@ -34,9 +34,7 @@ def drafters(
     target: opt.Target,
     given: opt.DraftSizes,
     loading: opt.Loading,
-    suite: Annotated[
-        str, typer.Option(help="own (the twelve prompts that come with forerun), spec-bench or a .jsonl file.")
-    ] = OWN,
+    suite: Annotated[str, typer.Option(help="own (the twelve built-in prompts), spec-bench or a .jsonl file.")] = OWN,
     prompts: Annotated[Path | None, typer.Option(help="Where Spec-Bench's question.jsonl is.")] = None,
     drafters: Annotated[
         str,
@@ -68,7 +66,7 @@ def drafters(
     cases, name = _cases(suite, prompts, limit), target.name
     params = [
         SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed)
-        for t in opt.numbers(temperature, "temperatures")
+        for t in opt.numbers(temperature, "--temperature")
     ]
     names, sizes = _names(drafters, name, given.draft_model), whole_numbers(fixed, "--fixed") if fixed else []
     _check(rules, verification, out_folder)

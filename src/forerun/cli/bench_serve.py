@@ -61,8 +61,8 @@ class Options:
     prompts: Annotated[
         Path | None,
         _work(
-            "A .jsonl file of prompts; the twelve that come with forerun unless "
-            "given. Turns of a conversation are requests of their own."
+            "A .jsonl file of prompts; the twelve built-in ones unless given. Turns of a conversation are requests of "
+            "their own."
         ),
     ] = None
     input_len: Annotated[
@@ -107,9 +107,11 @@ def bench_serve(given: Options) -> None:
 
     outcomes, facts = asyncio.run(_measure(request))
     report = _report(request, outcomes, facts)
+    print_json(report) if given.json else _show(report)
     if given.chart is not None:
         _draw(request, outcomes, report, given.chart)
-    print_json(report) if given.json else _show(report, given.chart)
+        if not given.json:
+            out().print(f"chart: {given.chart}", soft_wrap=True)
     if report["num_answered"] == 0:
         raise typer.Exit(1)
 
@@ -131,7 +133,9 @@ def _request(given: Options) -> _Request:
         from forerun.bench.serve_client import api_root
         from forerun.bench.serve_load import OfferedLoad
     except ImportError as error:
-        raise ConfigError(f"`forerun bench serve` needs `pip install 'forerun[server]'` ({error})") from error
+        raise ConfigError(
+            f'`forerun bench serve` needs `pip install ".[server]"` in the checkout of forerun ({error})'
+        ) from error
     from forerun.bench.chart import check_chart
     from forerun.bench.serve_report import Objective
     from forerun.bench.serve_workload import ENDPOINTS
@@ -225,7 +229,7 @@ def _title(report: dict[str, Any]) -> str:
     return f"{report['model']}, {report['num_requests']} requests, {', '.join(parts)}"
 
 
-def _show(report: dict[str, Any], chart: Path | None) -> None:
+def _show(report: dict[str, Any]) -> None:
     result = table("milliseconds", "mean", "p50", "p90", "p99", title=_title(report))
     for key, name in TIMES.items():
         figures = report[key]
@@ -236,10 +240,8 @@ def _show(report: dict[str, Any], chart: Path | None) -> None:
     for line in _lines(report):
         out().print(line, soft_wrap=True)
     for kind, error in report["errors"].items():
-        out().print(f"{error['count']} failed, {kind}: {error['first']}", soft_wrap=True, markup=False)
+        out().print(f"{error['count']} failed, {kind}: {error['first']}", soft_wrap=True)
     _notes(report)
-    if chart is not None:
-        out().print(f"chart: {chart}", soft_wrap=True)
 
 
 def _lines(report: dict[str, Any]) -> list[str]:

@@ -35,6 +35,7 @@ COMMANDS = {  # what a user may type instead of a message -> what it does
     "/reset": "forgets the conversation, but for the system message",
     "/system": "and a text: begins a new conversation with this system message; without a text, with none",
 }
+ENDS = ("/exit", "/quit")
 KEYS = "Ctrl-C stops an answer. A line that ends in \\ goes on in the next."
 
 
@@ -83,18 +84,21 @@ class ChatSession:
         """Read lines until the user ends the conversation."""
         enable_line_editing(cache_folder() / "chat_history", list(COMMANDS))
         self._reset()
-        while (line := _next_line()) is not None and line.split(" ")[0] not in ("/exit", "/quit"):
+        while (line := _next_line()) is not None and line not in ENDS:
             self._obey(line)
 
     def _obey(self, line: str) -> None:
-        command, _, rest = line.partition(" ")
+        command, rest = [*line.split(maxsplit=1), "", ""][:2]
+        if rest and command != "/system" and command in (*COMMANDS, *ENDS):
+            print_note(f"{command} takes nothing behind it: type it alone, or begin the message with another word")
+            return
         match command:
             case "/reset":
                 self._reset()
                 kept = f"; the system message stays: {self.system} (/system drops it)" if self.system else ""
                 print_note(f"the conversation is forgotten{kept}")
             case "/system":
-                self.system = rest.strip() or None
+                self.system = rest or None
                 self._reset()
                 print_note("a new conversation begins with that" if self.system else "there is no system message now")
             case "/again":

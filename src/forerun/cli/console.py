@@ -1,6 +1,7 @@
 """How commands print: two consoles, one-line errors, one way to write JSON.
 
-Knows: terminals. Does not know: commands.
+Knows: terminals. Does not know: commands. What is printed is mostly data, such as paths and parts of chat templates:
+the consoles read no [marks] and :names: in it. Spinners do, so that they are given data as `Text`.
 """
 
 from __future__ import annotations
@@ -10,28 +11,28 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 
 def out() -> Console:
     """The console on standard output."""
-    return Console(highlight=False)
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def err() -> Console:
     """The console on standard error: errors, progress, notes."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def print_error(message: str) -> None:
     """One line on standard error."""
-    err().print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+    err().print(Text.assemble(("error:", "bold red"), " ", message), soft_wrap=True)
 
 
 def print_note(message: str) -> None:
     """One dim line on standard error."""
-    err().print(f"[dim]{escape(message)}[/]", soft_wrap=True)
+    err().print(message, style="dim", soft_wrap=True)
 
 
 def print_json(value: Any) -> None:

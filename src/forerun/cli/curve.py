@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from forerun.bench.chart import Labels, check_chart, lines, svg
 from forerun.cli import options as opt
@@ -46,9 +47,9 @@ def curve(
     numbers, contexts = whole_numbers(tokens, "--tokens", True), whole_numbers(context, "--context", True)
     check_chart(chart)
     report = _curve(shape, weights, numbers, contexts, repeats, machine)
+    print_json(report) if json else _show_curve(report)
     if chart is not None:
         chart.write_text(_drawn_curve(report), "utf-8")
-    print_json(report) if json else _show_curve(report)
 
 
 def prefill(
@@ -64,9 +65,9 @@ def prefill(
     """Measure how many tokens of a prompt are computed a second."""
     check_chart(chart)
     report = _prefill(shape, weights, whole_numbers(tokens, "--tokens", True), chunk, repeats, machine)
+    print_json(report) if json else _show_prefill(report)
     if chart is not None:
         chart.write_text(_drawn_prefill(report), "utf-8")
-    print_json(report) if json else _show_prefill(report)
 
 
 def whole_numbers(text: str, what: str, checked: bool = False) -> list[int]:
@@ -132,7 +133,7 @@ def _build(shape: Any, weights: str, machine: opt.Machine, max_rows: int) -> Ran
         activations=machine.activations,
     )  # fmt: skip
     note_slow_kernels(kernels, machine.kernels)
-    with err().status(f"making {shape.name} with random {kind.name} weights"):
+    with err().status(Text(f"making {shape.name} with random {kind.name} weights")):
         return random_model(shape, kind, kernels, max_rows)
 
 

@@ -93,7 +93,7 @@ def _import_ray() -> None:
 
 
 def _extra_missing(error: ImportError) -> ConfigError:
-    return ConfigError(f"`forerun deploy` needs `pip install 'forerun[ray]'` ({error})")
+    return ConfigError(f'`forerun deploy` needs `pip install ".[ray]"` in the checkout of forerun ({error})')
 
 
 def _fetch(deployment: Deployment) -> None:
@@ -140,7 +140,7 @@ def _check_reachable(address: str) -> None:
     if not host or not port.isdigit():
         raise ConfigError(f"--address must be HOST:PORT or auto; got {address!r}")
     try:
-        socket.create_connection((host, int(port)), CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"there is no Ray cluster at {address}: {error}; start one with `ray start --head`"

@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from forerun.cli import options as opt
 from forerun.cli.console import err, print_note
 from forerun.cli.groups import values
@@ -39,7 +41,7 @@ def open_llm(
     """
     given = engine_options(drafter=drafter, draft_model=draft_model, **options)
     prepare(model, **given)
-    with err().status(f"loading {model}"):
+    with err().status(Text(f"loading {model}")):
         from forerun.llm import LLM
 
         llm = LLM(model, **given)
@@ -149,7 +151,7 @@ def note_slow_kernels(kernels: Any, asked: str | None, note: Callable[[str], Non
 
 def other_engine(llm: LLM, drafter: str, draft_model: str | None = None, max_draft_tokens: int | None = None) -> LLM:
     """Another drafter on the same weights; `draft_model` is for drafters that need one and do not name it."""
-    with err().status(f"preparing drafter {drafter}"):
+    with err().status(Text(f"preparing drafter {drafter}")):
         options = drafter_options(llm, drafter, draft_model)
         return llm.with_drafter(drafter, max_draft_tokens=max_draft_tokens, **options)
 

@@ -41,10 +41,14 @@ class AskedText:
         ),
     ] = None
     model: opt.ModelOption = None
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.")] = None
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Read the prompt from a file, without its last newline.")
+    ] = None
     prediction: Annotated[
         Path | None,
-        typer.Option(help="A file with text that the answer will repeat in large part; it makes drafts, no text."),
+        typer.Option(
+            help="A file with text that the answer will repeat in large part; it only makes the answer faster."
+        ),
     ] = None
     chat: Annotated[
         bool | None,
@@ -158,7 +162,7 @@ def _show(llm: LLM, output: RequestOutput, show_drafts: bool) -> None:
     console = out()
     for sample in output.outputs:
         if len(output.outputs) > 1:
-            console.print(f"[bold]#{sample.index + 1}[/]")
+            console.print(f"#{sample.index + 1}", style="bold")
         pieces = DraftedText(llm.tokenizer, output.prompt_token_ids).take(sample)
         if show_drafts:
             console.print(render(pieces, not has_colour(console)), soft_wrap=True)

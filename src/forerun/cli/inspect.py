@@ -63,7 +63,7 @@ def _inspect(name: str, **options: Any) -> dict[str, Any]:
         "usable_context": usable,
         "tokenizer": {"vocab_size": found.tokenizer.vocab_size, "eos_token_ids": list(found.tokenizer.eos_token_ids)},
         "chat_template": found.tokenizer.chat_template is not None,
-        "parsers": _parsers(found.tokenizer.chat_template),
+        "parsers": _parsers(found.tokenizer.chat_template, found.tokenizer.tool_template),
         "adapters": list(found.adapters),
         "drafters": _drafters(name, found),
         "profile": _profile(found, kernels),
@@ -85,15 +85,15 @@ def _usable_context(found: Overview, config: EngineConfig, kernels: Kernels) -> 
     return min(found.max_position, num_blocks * config.block_size)
 
 
-def _parsers(template: str | None) -> dict[str, str | bool | None]:
-    """What a server takes for tool calls and for reasoning, going by the chat template."""
+def _parsers(template: str | None, with_tools: str | None) -> dict[str, str | bool | None]:
+    """What a server takes for tool calls and for reasoning, going by the chat templates."""
     from forerun.server.reasoning import reasoning_style
     from forerun.server.tools import HARMONY, takes_tools, tool_style
 
-    tools, marks = template and tool_style("auto", template), reasoning_style("auto", template)
+    tools, marks = with_tools and tool_style("auto", with_tools), reasoning_style("auto", template)
     channels = "analysis channel" if tools == HARMONY else None
     reasoning = f"{marks.start} ... {marks.end}" if marks else channels
-    return {"tools": tools, "template_takes_tools": takes_tools(template or ""), "reasoning": reasoning}
+    return {"tools": tools, "template_takes_tools": takes_tools(with_tools or ""), "reasoning": reasoning}
 
 
 def _describe(found: Overview) -> dict[str, Any]:
@@ -206,7 +206,8 @@ def _memory(found: Overview, usable_context: int) -> dict[str, int]:
 
 def _show(report: dict[str, Any]) -> None:
     console = out()
-    result = table("", "", title=f"[bold]{report['model']}[/]")
+    result = table("", "", title=report["model"])
+    result.title_style = "bold"
     result.show_header = False
     result.columns[1].justify = "left"
     for label, value in _lines(report):

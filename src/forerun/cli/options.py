@@ -38,8 +38,8 @@ Verification = Annotated[str, _option("coupled (same seed, same text) or rejecti
 DrafterName = Annotated[
     str | None,
     typer.Option(
-        help="auto, none, a drafter's NAME or NAME=MODEL (docs/drafters.md). Default: draft where there is a draft "
-        "model, else ngram.",
+        help="auto, none, a drafter's NAME or NAME=MODEL (docs/drafters.md). Default: what --draft-model is for "
+        "(draft, or the drafter of its heads), else draft where a draft model comes with the model, else ngram.",
         rich_help_panel=DRAFTING,
     ),
 ]
@@ -55,15 +55,17 @@ GenerationConfig = Annotated[
 USUAL_SAMPLING = {"temperature": 0.7}
 
 PromptsFile = Annotated[
-    Path | None, typer.Option(help="A .jsonl file of prompts; the twelve that come with forerun unless given.")
+    Path | None, typer.Option(help="A .jsonl file of prompts; the twelve built-in ones unless given.")
 ]
-Limit = Annotated[int | None, typer.Option(help="Use this many prompts, spread evenly over the file.")]
+Limit = Annotated[int | None, typer.Option(help="Use this many prompts, spread evenly over the file.", min=1)]
 ChartFile = Annotated[Path | None, typer.Option("--chart", help="Draw the figures into this .svg file.")]
 Drafters = Annotated[str, typer.Option(help="NAME, NAME=MODEL or FILE.py:CLASS, separated by commas.")]
 
 Lora = Annotated[
     list[str] | None,
-    _option("NAME=PATH of a LoRA adapter, a folder that PEFT saved; `serve` and `batch` take several.", ENGINE),
+    _option(
+        "NAME=PATH of a LoRA adapter, a folder that PEFT saved; `verify`, `serve` and `batch` take several.", ENGINE
+    ),
 ]
 
 
@@ -88,7 +90,11 @@ class Machine:
     kernels: KernelsName = "auto"
     activations: Annotated[
         str,
-        _option("In products with integers: auto rounds them to 8 bits, float32 does not and is slower.", ENGINE),
+        _option(
+            "Activations in products with quantized weights: auto rounds them to 8 bits; float32 does not, and is "
+            "slower.",
+            ENGINE,
+        ),
     ] = "auto"
     threads: Threads = None
     pin_threads: Annotated[
@@ -105,9 +111,12 @@ class Loading(Machine):
     kv_cache_dtype: Annotated[str, _option("The KV cache: auto (as the model), float32, bfloat16 or int8.", ENGINE)] = (
         "auto"
     )
-    max_model_len: Annotated[int | None, _option("Context to make room for; the model's own unless given.", ENGINE)] = (
-        None
-    )
+    max_model_len: Annotated[
+        int | None,
+        _option(
+            "Context to make room for. Default: the model's own, or what the memory holds if that is less.", ENGINE
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,9 +186,15 @@ class Drafting(DraftSizes):
     verification: Verification = "coupled"
 
     def of(self, model: str) -> dict[str, Any]:
-        """The options given, with the default drafter for `model` if none was named."""
+        """The options given, with the default drafter for `model` if none was named.
+
+        What a draft model is for stands in its folder: it is downloaded where it has to be.
+        """
+        from forerun.cli.engine import fetch
         from forerun.drafters.named import default_drafter
 
+        if self.drafter is None and self.draft_model is not None:
+            fetch(self.draft_model)
         return {**values(self), "drafter": self.drafter or default_drafter(model, self.draft_model)}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import select
 import sys
 from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
 
 from forerun.cli import options as opt
@@ -72,13 +73,17 @@ def _read_prompt(file: Path | None, model: str | None) -> str:
     if file is None and (sys.stdin is None or sys.stdin.isatty()):
         missing = f"there is no prompt for the model {model}" if model else "there is no prompt"
         raise ConfigError(f"{missing}: give it as an argument after the model, with --file, or on standard input")
-    return read_file(file, "the prompt")
+    return read_file(file, "the prompt").removesuffix("\n")  # which `echo` and editors add
 
 
 def read_file(file: Path | None, what: str) -> str:
-    """The text of a file, or of standard input. Raises DataError, which names `what` it is for."""
+    """The text of a file, or of standard input.
+
+    Lines end in newlines alone, whatever system wrote them. Raises DataError, which names `what` it is for.
+    """
     try:
-        return file.read_text("utf-8") if file is not None else sys.stdin.read()
+        raw = file.read_bytes() if file is not None else sys.stdin.buffer.read()
+        return StringIO(raw.decode("utf-8-sig"), newline=None).read()
     except OSError as error:
         raise DataError(f"cannot read {what} from {file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from forerun.cli import options as opt
 from forerun.cli.console import err, out, print_json, print_note, table
@@ -252,7 +253,7 @@ def load(model: str, kernels: Kernels) -> LoadedModel:
     from forerun.models.loader import load_model
 
     fetch(model)
-    with err().status(f"loading {model}"):
+    with err().status(Text(f"loading {model}")):
         return load_model(model, kernels)
 
 

@@ -72,13 +72,15 @@ class Serving:
     tool_parser: Annotated[
         str,
         _server(
-            "auto (by chat template), hermes, qwen3_coder, glm45, minimax_m2, deepseek_v32, gemma4, llama3_json, "
-            "mistral, openai (gpt-oss) or none.",
+            "auto (by chat template), hermes, qwen3_coder, glm45, longcat, longcat_keyed, minimax_m2, deepseek_v32, "
+            "gemma4, kimi_k2, command, llama3_json, mistral, openai (gpt-oss) or none.",
             "--tool-parser",
             "--tool-call-parser",
         ),
     ] = "auto"
-    reasoning_parser: Annotated[str, _server("auto (by chat template), think, gemma4, mistral or none.")] = "auto"
+    reasoning_parser: Annotated[str, _server("auto (by chat template), think, longcat, gemma4, mistral or none.")] = (
+        "auto"
+    )
     unknown_fields: Annotated[
         str, _server("Fields of requests not known here: refuse, or ignore (answers name them).")
     ] = "refuse"
@@ -91,7 +93,10 @@ class Serving:
     allow_lora_loading: Annotated[
         bool, _safety("Let requests load adapters from folders of this machine.", "--allow-lora-loading")
     ] = False
-    max_queue: Annotated[int, _safety("Requests that may wait besides the running ones; more get 429.", min=0)] = 256
+    max_queue: Annotated[
+        int,
+        _safety("Samples (a request with n=8 is 8) that may wait besides the running ones; more get 429.", min=0),
+    ] = 256
     max_body_bytes: Annotated[int, _safety("Largest request body.", min=1)] = 8 << 20
     max_prompt_tokens: Annotated[int | None, _safety("Longest prompt; what the context holds unless given.")] = None
     max_samples: Annotated[int, _safety("Most samples (n times prompts) of one request.", min=1)] = 64
@@ -120,7 +125,7 @@ class Serving:
 class ServedEngine(opt.RankedLoading):
     """Fields of EngineConfig."""
 
-    max_num_seqs: Annotated[int, _engine("Requests computed at the same time.")] = 32
+    max_num_seqs: Annotated[int, _engine("Samples computed at the same time.")] = 32
     max_num_batched_tokens: Annotated[int, _engine("Rows a step may compute.")] = 512
     prefix_caching: Annotated[bool, _engine("Reuse computed prompts for later requests with the same beginning.")] = (
         True
@@ -151,11 +156,11 @@ class ServedDrafting(opt.Drafting):
         """See `Drafting`; --speculative-config replaces --drafter and --draft-model. Raises ConfigError for both."""
         from forerun.server.speculative import parse_speculative_config
 
+        if self.speculative_config is not None and (self.drafter or self.draft_model):
+            raise ConfigError("--speculative-config and --drafter or --draft-model were given: give one of them")
         options = opt.Drafting.of(self, model)
         if options.pop("speculative_config") is None:
             return options
-        if self.drafter or self.draft_model:
-            raise ConfigError("--speculative-config and --drafter or --draft-model were given: give one of them")
         return {**options, **parse_speculative_config(self.speculative_config or "")}
 
 
@@ -167,12 +172,12 @@ def serve(
     _log_to(listening.log_format, listening.log_level)
     settings = _settings(name, listening, serving)
     listen = {"host": listening.host, "port": listening.port, **_tls(listening.ssl_certfile, listening.ssl_keyfile)}
-    options = {**drafting.of(name), **values(engine)}
     if serving.prefill_only and engine.kv_disk is None:
         raise ConfigError("--prefill-only reads prompts for servers that share --kv-disk: give the folder, too")
     settings.check_adapters(opt.adapters(engine.lora))
     if not follows(engine.tensor_parallel * engine.pipeline_parallel):
         check_address(listening.host, listening.port)
+    options = {**drafting.of(name), **values(engine)}  # may download a draft model
     _note_open(listening.host, settings)
     _bound_memory()
     _run(open_llm(name, note=logging.getLogger("forerun.server").warning, **options), settings, listen)
@@ -182,10 +187,12 @@ def _log_to(style: str, level: str) -> None:
     try:
         from forerun.server import logs
     except ImportError as error:
-        raise ConfigError(f"`forerun serve` needs `pip install 'forerun[server]'` ({error})") from error
+        raise ConfigError(
+            f'`forerun serve` needs `pip install ".[server]"` in the checkout of forerun ({error})'
+        ) from error
     for option, value, allowed in (("log-format", style, ("text", "json")), ("log-level", level, logs.LEVELS)):
         if value not in allowed:
-            raise ConfigError(f"{option} must be one of {', '.join(allowed)}; got {value!r}")
+            raise ConfigError(f"--{option} must be one of {', '.join(allowed)}; got {value!r}")
     logs.configure(style, level)
 
 
@@ -194,7 +201,9 @@ def _settings(name: str, listening: Listening, serving: Serving) -> ServerSettin
         from forerun.server.run import affordable
         from forerun.server.settings import ServerSettings, names_of
     except ImportError as error:
-        raise ConfigError(f"`forerun serve` needs `pip install 'forerun[server]'` ({error})") from error
+        raise ConfigError(
+            f'`forerun serve` needs `pip install ".[server]"` in the checkout of forerun ({error})'
+        ) from error
 
     keys = _keys(listening.api_key, listening.api_key_file)
     given = {**values(serving), "max_connections": affordable(serving.max_connections)}
@@ -221,7 +230,7 @@ def _keys(given: list[str] | None, path: Path | None) -> tuple[str, ...]:
 
 def _read_keys(path: Path) -> list[str]:
     try:
-        keys = [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+        keys = [line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read API keys from {path}: {error}") from error
     if not keys:
@@ -248,7 +257,18 @@ def _tls(certificate: Path | None, key: Path | None) -> dict[str, Any]:
     missing = next((path for path in (certificate, key) if path is not None and not path.is_file()), None)
     if missing is not None:
         raise ConfigError(f"there is no file {missing}")
-    return {} if certificate is None else {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+    if certificate is None or key is None:
+        return {}
+    import ssl
+
+    try:  # the server itself would after the model is loaded
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
+    except OSError as error:
+        raise ConfigError(
+            f"--ssl-certfile {certificate} and --ssl-keyfile {key} are no certificate and its key ({error}): give both "
+            "as PEM, the key without a password"
+        ) from error
+    return {"ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
 
 
 def _bound_memory() -> None:

@@ -56,6 +56,7 @@ def read_line(prompt: str) -> str | None:
             line = input((prompt if not lines else "." * (len(prompt) - 1) + " ") if sys.stdin.isatty() else "")
         except EOFError:
             return "\n".join(lines) if lines else None
+        line = line.removesuffix("\r")  # of a file from Windows
         if not line.endswith("\\"):
             return "\n".join([*lines, line]).strip()
         lines.append(line[:-1])

@@ -25,10 +25,13 @@ Steps = Annotated[int | None, typer.Option(help="Optimizer steps; the recipe's u
 TokensPerStep = Annotated[int | None, typer.Option(help="Tokens a step; the recipe's unless given.")]
 DataTokens = Annotated[
     int | None,
-    typer.Option(help="Tokens of all prompts with their answers, or of each .answers or .bin file; 0: what there is."),
+    typer.Option(
+        help="Tokens of all prompts with their answers, or of each .answers or .bin file; 0: what there is.", min=0
+    ),
 ]
 CaptureBytes = Annotated[
-    int | None, typer.Option(help="Keep the target's states on disk, in at most so many bytes; 0 recomputes them.")
+    int | None,
+    typer.Option(help="Keep the target's states on disk, in at most so many bytes; 0 recomputes them.", min=0),
 ]
 Device = Annotated[str, typer.Option(help="Where to train: cpu or cuda.")]
 Fresh = Annotated[bool, typer.Option("--fresh/--resume", help="Delete the folder's run first, or resume it.")]
@@ -75,10 +78,10 @@ def answers(
     target: Target,
     data: Annotated[list[Path], typer.Option(help="Prompts (.txt, .json, .jsonl, .jsonl.xz). Repeat.")],
     out: Annotated[Path, typer.Option(help="Folder: turn1.answers, turn2.answers and so on are written to it.")],
-    answer_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 160,
-    prompt_tokens: Annotated[int, typer.Option(help="Longer prompts lose their beginning.")] = 864,
+    answer_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 160,
+    prompt_tokens: Annotated[int, typer.Option(help="Longer prompts lose their beginning.", min=1)] = 864,
     temperatures: Annotated[str, typer.Option(help="Taken in turns, separated by commas.")] = "0,1,0,0.7",
-    turns: Annotated[int, typer.Option(help="Answer so many turns of a conversation.")] = 2,
+    turns: Annotated[int, typer.Option(help="Answer so many turns of a conversation.", min=1)] = 2,
     seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 1,
 ) -> None:
     """Let a target answer prompts, or resume that; draft heads learn from the resulting files (--data)."""

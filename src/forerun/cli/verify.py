@@ -64,12 +64,12 @@ def verify(
     check_drafters(wanted)
     params = [
         SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed)
-        for t in opt.numbers(temperature, "temperatures")
+        for t in opt.numbers(temperature, "--temperature")
     ]
     cases = read_prompts(prompts, limit)
     pairs = _pairs(name := target.name, tensor_parallel, pipeline_parallel, values(loading))
     options: dict[str, Any] = {
-        "drafter": plain_with(sizes, adaptive), "max_num_seqs": batch_size, **values(loading)
+        "drafter": plain_with(sizes, adaptive), "max_num_seqs": batch_size, "keep_learned": adaptive, **values(loading)
     }  # fmt: skip
     plain = open_llm(name, **options)
     report: dict[str, Any] = {"model": name, "prompts": str(prompts or "own"), "max_tokens": max_tokens, "seed": seed}
@@ -155,7 +155,10 @@ def _show(report: dict[str, Any]) -> None:
     _show_rejection(report["rejection"])
     if report["num_too_long"]:
         console.print(f"{report['num_too_long']} prompts are longer than the context and were left out")
-    console.print("[bold green]identical[/]" if report["passed"] else "[bold red]DIFFERENT[/]")
+    if report["passed"]:
+        console.print("identical", style="bold green")
+    else:
+        console.print("DIFFERENT", style="bold red")
 
 
 def _named(check: dict[str, Any]) -> str:
@@ -177,10 +180,12 @@ def _show_rejection(rejection: dict[str, Any]) -> None:
     verdict = f"[red]{len(failed)} FAILED[/]" if failed else "[green]passed[/]"
     out().print(
         "The rejection rule, on a toy model of three tokens whose true chances are known (not on yours): "
-        f"{len(cases)} cases, {verdict}"
+        f"{len(cases)} cases, {verdict}",
+        markup=True,
     )
     for case in failed:
         out().print(
             f"rejection rule, {case['rule']}: chi-square {case['chi_square']:.1f} over {case['degrees']} degrees, "
-            f"p = {case['p_value']:.3f}, {case['num_samples']} texts: [red]FAILED[/]"
+            f"p = {case['p_value']:.3f}, {case['num_samples']} texts: [red]FAILED[/]",
+            markup=True,
         )

@@ -67,6 +67,14 @@ def _config(target: str, text: str, draft_model: str | None, given: Mapping[str,
     return DrafterConfig(name=spec.name, members=members, **{**usual, **shared})
 
 
+def written(drafter: DrafterConfig) -> str:
+    """A drafter as on the command line, with its members, or with its model or corpus."""
+    if drafter.members:
+        return f"{drafter.name}={'+'.join(map(written, drafter.members))}"
+    source = drafter.model or drafter.corpus
+    return f"{drafter.name}={source}" if source else drafter.name
+
+
 def read(text: str) -> tuple[DrafterSpec, str]:
     """The spec of the drafter named, and the text after the "=". Raises ConfigError where there is none."""
     name, _, rest = text.partition("=")
@@ -100,8 +108,10 @@ def own_model(target: str, spec: DrafterSpec) -> str | None:
 
 
 def default_drafter(target: str, draft_model: str | None) -> str:
-    """The drafter used if none is named: a draft model if there is one, else n-grams."""
-    return "draft" if draft_model or own_model(target, spec_of("draft")) else "ngram"
+    """The drafter used if none is named: what is given to draft with, else a draft model there is, else n-grams."""
+    if draft_model is not None:
+        return drafter_of(draft_model) or "draft"
+    return "draft" if own_model(target, spec_of("draft")) else "ngram"
 
 
 def has_own(target: str, spec: DrafterSpec) -> bool:
@@ -132,13 +142,14 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         like = VLLM_OPTIONS.get(unknown[0])
         meant = f"; what vLLM calls {unknown[0]} is {like} here" if like else suggestion(unknown[0], allowed)
         raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(allowed)}{meant}")
-    wanted = options.get("drafter") or "none"
+    given_model = options.get("draft_model")
+    wanted = options.get("drafter") or ("none" if given_model is None else default_drafter(model, given_model))
     if isinstance(wanted, DrafterConfig):
         drafter = wanted
         check(drafter)
     else:
         given = {k: v for k, v in options.items() if k in drafter_fields}
-        drafter = drafter_config(model, wanted, options.get("draft_model"), given)
+        drafter = drafter_config(model, wanted, given_model, given)
         if wanted != AUTO:  # whose members depend on the model
             check_read(drafter, given)
     return EngineConfig(model=model, drafter=drafter, **{k: v for k, v in options.items() if k in engine_fields})

@@ -165,6 +165,7 @@ class SampleRecord:
             self.figures,
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_tokens=self.request.num_output,
+            num_elsewhere=self.num_elsewhere,
             num_steps=self.num_steps,
             num_preemptions=self.request.num_preemptions,
             num_cached_tokens=self.request.num_cached_tokens,

@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
+from forerun.weights.chat import OTHER_TEMPLATES
 from forerun.weights.checkpoint import INDEX_FILE, INDEX_FILES, SINGLE_FILE, Checkpoint
 from forerun.weights.safetensors_write import write_tensors
 
-COPIED = ("*.json", "*.model", "*.jinja", "*.txt")  # tokenizer, chat template, generation settings
+COPIED = ("*.json", "*.model", "*.jinja", "*.txt", OTHER_TEMPLATES)  # tokenizer, templates, generation settings
 OWN = ("config.json", *INDEX_FILES, "quantize_config.json")
 SHARD_BYTES = 4 << 30
 
@@ -38,7 +39,9 @@ def write_model(
     for pattern in COPIED:
         for path in checkpoint.folder.glob(pattern):
             if path.name not in OWN:
-                shutil.copy(path, out / path.name)
+                copy = out / path.relative_to(checkpoint.folder)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copy(path, copy)
     os.replace(aside, out / "config.json")
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from forerun.errors import ConfigError
+from forerun.weights.safetensors_write import write_tensors
 
 FOLDER = ".partial"
 ASKED, STATE = "asked.json", "state.safetensors"
@@ -73,5 +74,5 @@ class Partial:
 
     def _save(self, tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None) -> None:
         aside = path.with_suffix(".new")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, aside, metadata)
+        write_tensors(aside, {name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
         os.replace(aside, path)

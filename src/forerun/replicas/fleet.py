@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from prometheus_client import Counter
 
+from forerun.core import RequestStats
 from forerun.engine.outputs import RequestGroup
 from forerun.errors import ConfigError, DeadlineError
 from forerun.frontend import Frontend, NamedAdapter
@@ -28,7 +29,7 @@ from forerun.replicas.orders import Accepted, Ordered, PromptFigures, Refusal
 from forerun.replicas.prefill import PromptReader
 from forerun.replicas.replica import Description, Said
 from forerun.replicas.transport import ReplicaLost, Replicas
-from forerun.server.errors import ApiError, as_api_error
+from forerun.server.errors import TOO_MANY, ApiError, as_api_error, never_fits
 from forerun.server.metrics import EngineLoad, Metrics
 from forerun.server.settings import ServerSettings
 from forerun.server.streams import Delta, Stream
@@ -114,6 +115,7 @@ class RemoteStream:
         self._num_all_deaths = 0
         self._num_steps: dict[int, int] = {}  # by sample
         self._lost_steps: dict[int, int] = {}  # of those, on replicas that were lost
+        self._first_s: dict[int, float] = {}  # when a sample's first tokens came
         self._arrived: asyncio.Queue[list[Delta] | ApiError] = asyncio.Queue()
         self.num_samples = len(ordered.written)
         self.task = asyncio.create_task(self._read())
@@ -201,23 +203,34 @@ class RemoteStream:
 
     def _refuse(self, refusal: Refusal) -> None:
         """Raise what the replica said; ReplicaLost if another may do better."""
-        if refusal.status in (429, 503) or refusal.code == "engine_error":
+        if refusal.status in (429, 503) or refusal.code in ("engine_error", TOO_MANY):
             raise ReplicaLost(refusal.message, refusal)
         raise refusal.error()
 
     def _take(self, delta: Delta) -> Delta:
         """Count what has arrived."""
         self._num_steps[delta.index] = self._num_steps.get(delta.index, 0) + 1
+        self._first_s.setdefault(delta.index, perf_counter())
         if delta.finish_reason is None:
             self._ordered.written[delta.index] += delta.token_ids
         else:
             answer = self._ordered.written.pop(delta.index) + delta.token_ids
             if self._fleet.reader is not None:
                 self._fleet.reader.known(self._ordered, answer)
-        lost = self._lost_steps.get(delta.index, 0)
-        stats = delta.stats and replace(delta.stats, num_steps=delta.stats.num_steps + lost)
         steps = tuple(step._replace(time_s=perf_counter()) for step in delta.steps)  # on this process's clock
-        return replace(delta, stats=stats, steps=steps) if lost or steps else delta
+        stats = delta.stats and self._whole(delta.index, delta.stats)
+        return replace(delta, stats=stats, steps=steps) if stats or steps else delta
+
+    def _whole(self, index: int, stats: RequestStats) -> RequestStats:
+        """A replica's figures of a sample's end, made those of the whole sample where others had begun it."""
+        if not stats.num_elsewhere:
+            return stats
+        sample, first_s = self._ordered.group.samples[0], self._first_s[index]
+        ttft_s = first_s - (sample.request.arrival_s or sample.arrival_s)
+        return replace(
+            stats, num_elsewhere=0, num_steps=stats.num_steps + self._lost_steps.get(index, 0), ttft_s=ttft_s,
+            queue_s=ttft_s, decode_s=perf_counter() - first_s,  # at most so long: the first replica's own is lost
+        )  # fmt: skip
 
     async def _lost(self, error: ReplicaLost) -> None:
         """Wait a little before another replica is asked; raises ApiError if none is to be."""
@@ -269,6 +282,7 @@ class Fleet:
             self.metrics.registry.register(reader.prompts)
         self._num_seats = described.config.max_num_seqs  # of a replica
         self._room = self._num_seats + settings.max_queue  # samples of one
+        self._most = self._room  # of as many replicas as there have been
         self._num_open = 0
         self._closing = False
 
@@ -317,21 +331,27 @@ class Fleet:
         return self.metrics.text() + labelled({name: text for each in texts for name, text in each.items()})
 
     def check_room(self, num_samples: int) -> None:
-        """Raise ApiError 429 if `num_samples` more would overfill the replicas' queues, 503 if there is no replica."""
+        """Raise ApiError 429 if `num_samples` more overfill all queues now, 400 if always; 503 without a replica."""
         if self._closing:
             raise ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
         loads = self.replicas.loads()
         if not any(load.healthy for load in loads.values()):
             raise ApiError(503, "no replica can answer now; try again", headers={"Retry-After": "5"})
+        most = self._room * len(loads)
+        self._most = max(self._most, most)
+        if num_samples > self._most:
+            raise never_fits(num_samples, self._most)
         num_open = max(self._num_open, sum(load.num_running + load.num_waiting for load in loads.values()))
-        if num_open + num_samples > self._room * len(loads):
+        if num_open + num_samples > most:
             raise ApiError(
                 429, f"{num_open} requests run or wait, as many as {len(loads)} replicas take; try again",
                 code="queue_full", headers={"Retry-After": "1"},
             )  # fmt: skip
 
     def submit(self, group: RequestGroup, constrained: bool = False) -> RemoteStream:
-        """A stream that begins when it is read; raises ApiError 429 if there is no room."""
+        """A stream that begins when it is read; raises ApiError 429 if there is no room now, 400 if there never is."""
+        if len(group.samples) > self._room:
+            raise never_fits(len(group.samples), self._room)
         self.check_room(len(group.samples))
         stream = RemoteStream(self, Ordered(group, constrained))
         self._num_open += stream.num_samples

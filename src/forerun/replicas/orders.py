@@ -24,12 +24,13 @@ Tokens = tuple[int, ...]
 
 
 class AskedGrammar(NamedTuple):
-    """A grammar as it was asked for, and the tokens between which thinking is free of it."""
+    """A grammar as it was asked for, and the tokens between which thinking is free of it, or behind which a call is."""
 
     spec: GrammarSpec
-    after_thinking: bool
+    is_wrapped: bool  # in `AfterThinking`
     start_id: int | None = None
     marks: tuple[Tokens, ...] = ()
+    call_id: int | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,9 +141,10 @@ def group_of(order: ReplicaOrder, llm: Frontend, grammars: GrammarCompiler) -> R
     deadline_s = None if order.left_s is None else now + order.left_s
     params, asked = order.params, order.grammar
     if asked is not None:
-        mask = grammars.mask(asked.spec, deadline_s)
-        thinking = AfterThinking(mask, asked.start_id, *asked.marks) if asked.after_thinking else mask
-        params = replace(params, grammar=thinking)
+        mask: PrefixMask | AfterThinking = (inner := grammars.mask(asked.spec, deadline_s))
+        if asked.is_wrapped:
+            mask = AfterThinking(inner, asked.start_id, *asked.marks, call_id=asked.call_id)
+        params = replace(params, grammar=mask)
     times = {"arrival_s": now - order.waited_s, "deadline_s": deadline_s}
     group = llm.prepare(order.prompt, params, order.adapter, order.written, **order.options, **times)
     for sample in group.samples if order.traced else ():
@@ -157,4 +159,4 @@ def _asked(grammar: object) -> AskedGrammar | None:
     assert isinstance(mask, PrefixMask) and mask.spec is not None, "a grammar of the server's own compiler"
     if not isinstance(grammar, AfterThinking):
         return AskedGrammar(mask.spec, False)
-    return AskedGrammar(mask.spec, True, grammar.start_id, tuple(tuple(mark) for mark in grammar.marks))
+    return AskedGrammar(mask.spec, True, grammar.start_id, tuple(map(tuple, grammar.marks)), grammar.call_id)

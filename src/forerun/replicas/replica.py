@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,11 @@ class Replica:
 
     def describe(self) -> Description:
         """What it runs."""
-        llm = self._llm
+        llm, seats = self._llm, self._service.num_seats
         adapters = {name: adapter.path for name, adapter in llm.adapters.items()}
         return Description(
-            self._kind, llm.config, pickle.dumps(llm.tokenizer), llm.vocab_size, llm.max_model_len,
-            dict(llm.sampling_defaults), adapters,
+            self._kind, replace(llm.config, max_num_seqs=seats), pickle.dumps(llm.tokenizer), llm.vocab_size,
+            llm.max_model_len, dict(llm.sampling_defaults), adapters,
         )  # fmt: skip
 
     async def run(self, order: ReplicaOrder) -> AsyncIterator[Said]:

@@ -10,7 +10,7 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
-from forerun.core import PositionLogprobs, RequestStats, TokenLogprob
+from forerun.core import DrafterCount, PositionLogprobs, RequestStats, TokenLogprob
 from forerun.drafters.registry import all_specs
 from forerun.server.streams import Delta
 from forerun.weights.detokenizer import IncrementalDetokenizer
@@ -81,13 +81,13 @@ class Account:
         num_steps, num_tokens = sum(s.num_steps for s in stats), self._num_written
         drafters, length = _drafters(stats), num_tokens / num_steps if num_steps else 0.0
         drafted = sum(count["drafted"] for count in drafters.values())
-        speedups = [each.estimated_speedup for each in stats if each.estimated_speedup is not None]
+        speedup = _together(stats).estimated_speedup
         return {
             "accepted_tokens": sum(count["accepted"] for count in drafters.values()),
             "drafted_tokens": drafted,
             "num_steps": num_steps,
             "acceptance_length": round(length, 4),
-            "estimated_speedup": round(min(sum(speedups) / len(speedups), max(length, 1.0)), 4) if speedups else None,
+            "estimated_speedup": None if speedup is None else round(speedup, 4),
             "cached_prompt_tokens": sum(s.num_cached_tokens for s in stats),
             "drafters": drafters,
             "seeds": [seed for seed in self._seeds if seed is not None],
@@ -101,6 +101,19 @@ class Account:
     @property
     def _stats(self) -> list[RequestStats]:
         return [delta.stats for delta in self._ended if delta.stats is not None]
+
+
+def _together(stats: Sequence[RequestStats]) -> RequestStats:
+    """What `estimated_speedup` depends on, of all samples; times are of those that had drafts and know both times."""
+    timed = [each for each in stats if each.trees.drafted and each.plain_s is not None]
+    return RequestStats(
+        num_tokens=sum(each.num_tokens for each in stats),
+        num_elsewhere=sum(each.num_elsewhere for each in stats),
+        num_steps=sum(each.num_steps for each in stats),
+        trees=DrafterCount(drafted=sum(each.trees.drafted for each in timed)),
+        step_s=sum(each.step_s for each in timed),
+        plain_s=sum(each.plain_s or 0.0 for each in timed),
+    )
 
 
 def _drafters(stats: Sequence[RequestStats]) -> dict[str, dict[str, int]]:

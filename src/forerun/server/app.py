@@ -14,7 +14,7 @@ from threading import Event, Thread
 from time import time
 from typing import Any, Protocol
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -102,7 +102,8 @@ def application(service: Service, llm: Frontend, settings: ServerSettings, deplo
     bound_arenas()
     context = ServerContext(llm, settings)
     large, stopping = LargeBodies(), Event()
-    app = FastAPI(title="forerun", version=__version__, separate_input_output_schemas=False)
+    about: dict[str, Any] = {"title": "forerun", "version": __version__, "separate_input_output_schemas": False}
+    app = FastAPI(**about, docs_url=None, redoc_url=None)  # FastAPI's own pages load their scripts from the internet
     folder = batch_folder(app, service, settings, llm.config, stopping.is_set, deployment)
 
     def stop() -> None:
@@ -134,7 +135,7 @@ def application(service: Service, llm: Frontend, settings: ServerSettings, deplo
     app.include_router(_router(service, context, folder))
     for kind in (ForerunError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
-    paths = frozenset((*app.openapi()["paths"], "/docs", "/openapi.json", *FILES, STREAM_PATH))
+    paths = frozenset((*app.openapi()["paths"], "/openapi.json", *FILES, STREAM_PATH))
     app.add_middleware(Gate, settings=settings, metrics=service.metrics, paths=paths)
     if settings.allowed_origins:  # outermost, so that pages may read errors; preflights carry no key
         app.add_middleware(
@@ -165,13 +166,19 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 def _router(service: Service, context: ServerContext, folder: BatchFolder) -> APIRouter:
+    async def check_query(request: Request) -> None:
+        known = {field.alias for field in request.scope["route"].dependant.query_params}
+        context.check_unknown([name[:100] for name in request.query_params if name not in known], "query parameter")
+
     router = APIRouter(route_class=CheckedRoute, responses=_ERRORS)
+    with_query = APIRouter(route_class=CheckedRoute, responses=_ERRORS, dependencies=[Depends(check_query)])
     answer = _Answering(service)
     _add_generating(router, answer, context)
-    _add_responses(router, answer, context)
+    _add_responses(with_query, answer, context)
     _add_texts(router, context)
     _add_adapters(router, service, context)
-    add_batches(router, folder)
+    add_batches(with_query, folder)
+    router.include_router(with_query)
     _add_status(router, service, context)
     add_playground(router, service, context)
     return router

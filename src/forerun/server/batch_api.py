@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, BinaryIO, Final
+from typing import Annotated, Any, BinaryIO, Final, Literal
 from urllib.parse import quote
 
 from fastapi import APIRouter, FastAPI, Form, Request, Response, UploadFile
@@ -162,11 +162,16 @@ def _add_files(router: APIRouter, folder: BatchFolder) -> None:
         return (await folder.thread.answer_by_steps(steps)).said()
 
     @router.get(FILES_PATH)
-    async def stored_files(purpose: str | None = None, after: str | None = None, limit: int = 10_000) -> dict[str, Any]:
-        """The files, the last one first."""
+    async def stored_files(
+        purpose: str | None = None,
+        after: str | None = None,
+        limit: int = 10_000,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> dict[str, Any]:
+        """The files, the last one first, or in the order in which they came."""
 
         def listed() -> dict[str, Any]:
-            found = folder.files.all(TENANT.get())
+            found = folder.files.all(TENANT.get())[:: 1 if order == "desc" else -1]
             return page([file.said() for file in found if purpose in (None, file.purpose)], after, limit)
 
         return await folder.thread.answer(listed)

@@ -250,7 +250,9 @@ def _connect(address: str) -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError(f"--ray needs `pip install 'forerun[ray]'` here and on every node ({error})") from error
+        raise ConfigError(
+            f'--ray needs `pip install ".[ray]"` in the checkout of forerun, here and on every node ({error})'
+        ) from error
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ray.exceptions.RayError) as error:

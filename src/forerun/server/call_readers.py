@@ -23,34 +23,41 @@ class CallPiece(NamedTuple):
     arguments: str = ""
 
 
-class Parsed(NamedTuple):
-    """What new text turned out to be."""
+class Prose(NamedTuple):
+    """New text outside of calls."""
 
-    content: str = ""
-    calls: tuple[CallPiece, ...] = ()
-    reasoning: str = ""  # in formats that have it between calls and text
+    text: str
+    is_reasoning: bool = False  # in formats that have it between calls and text
+
+
+OutputPiece = Prose | CallPiece
+
+
+def prose(text: str) -> list[OutputPiece]:
+    """The piece that a text is; none if it is empty."""
+    return [Prose(text)] if text else []
 
 
 class ToolParser(Protocol):
-    """Reads one output piece by piece."""
+    """Reads one output piece by piece; what it finds keeps the order in which it was written."""
 
-    def feed(self, text: str) -> Parsed:
+    def feed(self, text: str) -> list[OutputPiece]:
         """What is certain now."""
 
-    def finish(self) -> Parsed:
+    def finish(self) -> list[OutputPiece]:
         """What was held back."""
 
 
 class NoCalls:
     """Everything is content."""
 
-    def feed(self, text: str) -> Parsed:
+    def feed(self, text: str) -> list[OutputPiece]:
         """The text as it is."""
-        return Parsed(text)
+        return prose(text)
 
-    def finish(self) -> Parsed:
+    def finish(self) -> list[OutputPiece]:
         """Nothing was held back."""
-        return Parsed()
+        return []
 
 
 class CallReader(Protocol):
@@ -113,8 +120,12 @@ class JsonEnd:
 
 @dataclass(slots=True)
 class JsonCalls:
-    """Objects with `name` and `arguments` (or `parameters`), or lists of them, with blanks, "," or ";" between."""
+    """Objects with `name` and `arguments` (or `parameters`), or lists of them, with blanks, "," or ";" between.
 
+    `known`: the names that calls may have, where such an object may be an answer; None: any.
+    """
+
+    known: frozenset[str] | None = None
     rest: str | None = None
     num_calls: int = 0
     _held: str = ""
@@ -160,10 +171,16 @@ class JsonCalls:
             return False
         header = _HEADER.match(body)
         if header is not None and (name := _name(header[1])) is not None:
+            if not self._is_known(name):
+                self._fail()
+                return False
             self._held, self._place, self._end = body[header.end() :], ReaderState.ARGUMENTS, JsonEnd()
             pieces.append(self._opened(name))
             return True
         return self._whole(body, pieces) if body[0] == "{" and may_be_whole else self._stay(body)
+
+    def _is_known(self, name: str) -> bool:
+        return self.known is None or name in self.known
 
     def _stay(self, body: str) -> bool:
         """Wait for more text, unless no call begins like this."""
@@ -178,7 +195,7 @@ class JsonCalls:
             call = _call(value)
         except (ValueError, RecursionError):
             return False
-        if call is None:
+        if call is None or not self._is_known(call[0]):
             self._fail()
             return False
         pieces += [self._opened(call[0]), CallPiece(None, call[1])]
@@ -346,11 +363,12 @@ class KimiCalls:
 
 
 def _call(value: Any) -> tuple[str, str] | None:
-    """Name and arguments of an object with both (or `parameters`), else None; raises ValueError like `written_json`."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    """An object's name and arguments (or tool_name and parameters), else None; raises ValueError as `written_json`."""
+    name = value.get("name", value.get("tool_name")) if isinstance(value, dict) else None
+    if not isinstance(name, str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    name, text = value["name"], arguments if isinstance(arguments, str) else written_json(arguments)
+    text = arguments if isinstance(arguments, str) else written_json(arguments)
     f"{name}{text}".encode()
     return name, text
 

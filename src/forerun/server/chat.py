@@ -6,16 +6,17 @@ Knows: OpenAI's chat answers, whole and streamed. Does not know: the engine, HTT
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
 from forerun.core import GrammarMask, SamplingParams
 from forerun.server.answers import Account, chat_logprob, head, prompt_logprobs, token_counts
-from forerun.server.call_readers import CallPiece, NoCalls, Parsed, ToolParser
+from forerun.server.call_readers import NoCalls, ToolParser
+from forerun.server.chat_choice import ChatChoice
 from forerun.server.context import ServerContext, dropped_fields
-from forerun.server.conversation import continues, num_calls, render
-from forerun.server.errors import ApiError
+from forerun.server.conversation import continues, num_calls, render, said_so_far
+from forerun.server.errors import ApiError, unsupported
 from forerun.server.functions import old_finish_reason, old_message, with_tools
 from forerun.server.generation import Event, Generation
 from forerun.server.grammar_masks import AfterThinking, PrefixMask
@@ -23,103 +24,18 @@ from forerun.server.harmony import FINAL, MESSAGE, Harmony
 from forerun.server.params import check_fields, engine_options, sampling_params, token_limit
 from forerun.server.reasoning import ReasoningSplitter, may_think, starts_inside
 from forerun.server.schema import ChatBody, NamedToolChoice, Tool
-from forerun.server.streams import Delta
 from forerun.server.structured import GrammarSpec, grammar_spec, json_spec
 from forerun.server.tools import (
+    BARE,
     HARMONY,
-    MARKED_BY_SPECIAL_TOKENS,
+    MARKS,
     STYLES,
     ForcedArguments,
     ForcedCalls,
-    call_id,
     calls_schema,
 )
-from forerun.weights.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 20
-
-
-@dataclass(slots=True)
-class _ChatChoice:
-    """One sample's answer as it grows."""
-
-    index: int
-    splitter: ReasoningSplitter | None
-    parser: ToolParser
-    style: str
-    num_before: int  # calls of the conversation so far
-    only_one_call: bool
-    content: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    num_calls: int = 0  # including calls that are left out
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    def take(self, delta: Delta) -> list[dict[str, Any]]:
-        """Read new text -> the message's changes as the deltas of a stream, in order.
-
-        A call begins with {index, id, type, function: {name, arguments: ""}}; deltas with {index, function:
-        {arguments}} continue it with the next characters of the arguments as the model wrote them.
-        """
-        reasoning, content = self._split(delta.text) if delta.text else ("", "")
-        parsed = self.parser.feed(content) if content else Parsed()
-        content, pieces, reasoning = parsed.content, list(parsed.calls), reasoning + parsed.reasoning
-        if delta.finish_reason is not None:
-            more_reasoning, rest = self.splitter.finish() if self.splitter else ("", "")
-            for last in (self.parser.feed(rest) if rest else Parsed(), self.parser.finish()):
-                content, pieces = content + last.content, pieces + list(last.calls)
-                more_reasoning += last.reasoning
-            reasoning += more_reasoning
-        new = self._add(reasoning, content, pieces)
-        if delta.finish_reason is not None:
-            ended_well = self.calls and delta.finish_reason == "stop"
-            self.finish_reason = "tool_calls" if ended_well else delta.finish_reason
-        return new
-
-    def _split(self, text: str) -> tuple[str, str]:
-        return self.splitter.feed(text) if self.splitter else ("", text)
-
-    def _add(self, reasoning: str, content: str, pieces: list[CallPiece]) -> list[dict[str, Any]]:
-        self.content += content
-        self.reasoning += reasoning
-        texts = {name: text for name, text in (("reasoning_content", reasoning), ("content", content)) if text}
-        calls = [delta for piece in pieces for delta in self._add_piece(piece)]
-        return [*([texts] if texts else []), *({"tool_calls": [call]} for call in calls)]
-
-    def _add_piece(self, piece: CallPiece) -> list[dict[str, Any]]:
-        """The deltas of a piece of a call; none if only one call is allowed and this is another."""
-        made: list[dict[str, Any]] = []
-        self.num_calls += piece.name is not None
-        if self.only_one_call and self.num_calls > 1:
-            return made
-        index = self.num_calls - 1
-        if piece.name is not None:
-            opening = {"id": call_id(self.style, piece.name, self.num_before + index), "type": "function"}
-            self.calls.append({**opening, "function": {"name": piece.name, "arguments": ""}})
-            made.append({"index": index, **opening, "function": {"name": piece.name, "arguments": ""}})
-        if piece.arguments:
-            self.calls[index]["function"]["arguments"] += piece.arguments
-            made.append({"index": index, "function": {"arguments": piece.arguments}})
-        return made
-
-    def num_reasoning_tokens(self, tokenizer: Tokenizer) -> int:
-        """Tokens up to the one that ends the thinking, or all; without such a token, those of the reasoning's text."""
-        end = tokenizer.token_id(self.splitter.end) if self.splitter and self.reasoning else None
-        if end is None:
-            return len(tokenizer.encode(self.reasoning, add_special_tokens=False)) if self.reasoning else 0
-        return self.token_ids.index(end) + 1 if end in self.token_ids else len(self.token_ids)
-
-    def message(self) -> dict[str, Any]:
-        """The whole message."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content or (None if self.calls else "")}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.calls:
-            message["tool_calls"] = self.calls
-        return message
 
 
 class ChatJob:
@@ -136,7 +52,7 @@ class ChatJob:
         options = engine_options(body, context.drafter, context.settings.timeout_s) | context.expected(body.prediction)
         self.grammar_s: float | None = None
         self._tools = usable_tools(body)
-        self._splitter = _splitter(context, text := render(context.tokenizer, body, self._tools), continues(body))
+        self._splitter = _splitter(context, text := render(context.tokenizer, body, self._tools), said_so_far(body))
         params = self._params(options.get("deadline_s"))
         whole = body.truncate_prompt_tokens is None
         token_ids = context.encode(text, body.add_special_tokens or False, whole=whole)
@@ -154,12 +70,6 @@ class ChatJob:
     def num_prompt_tokens(self) -> int:
         """How long the prompt is."""
         return len(self._prompt)
-
-    @property
-    def thinking(self) -> dict[str, Any] | None:
-        """How an answer marks its thinking: start, end, inside (the prompt has begun it); None if it has none."""
-        marks = self._splitter
-        return None if marks is None else {"start": marks.start, "end": marks.end, "inside": marks.inside}
 
     # -- what to generate ---------------------------------------------------------------------------------------
 
@@ -193,21 +103,39 @@ class ChatJob:
         spec = forced or asked
         if spec is None:
             return None
-        started = perf_counter()
+        call_id, started = self._opening_of_calls(spec), perf_counter()
         mask = self._context.grammars.mask(spec, deadline_s)
         self.grammar_s = perf_counter() - started
-        return self._after_thinking(mask)
+        return self._after_thinking(mask, call_id)
 
-    def _after_thinking(self, mask: PrefixMask) -> GrammarMask:
+    def _opening_of_calls(self, spec: GrammarSpec) -> int | None:
+        """The token that begins a call in place of a text in the response format; None where none is to come.
+
+        Raises ApiError 400 where calls begin with text, which the format would forbid. Harmony has calls before it.
+        """
+        marks = MARKS.get(self._style)
+        if not self._reads_calls or spec.param != "response_format" or marks is None:
+            return None
+        opening = None if self._style in BARE else self._context.tokenizer.token_id(marks[0])
+        if opening is None:
+            raise unsupported(
+                "response_format",
+                "response_format beside tools would let this model call none, because its calls may begin with text: "
+                "leave one out, or use tool_choice none",
+            )
+        return opening
+
+    def _after_thinking(self, mask: PrefixMask, call_id: int | None) -> GrammarMask:
         """The mask after the thinking; from the start if no token ends thinking, and then the model cannot think."""
         splitter, tokenizer = self._splitter, self._context.tokenizer
         if self._style == HARMONY and not continues(self._body) and tokenizer.token_id(MESSAGE) is not None:
             marks = (tokenizer.encode(mark, add_special_tokens=False) for mark in (FINAL, MESSAGE))
             return AfterThinking(mask, None, *marks)
-        if splitter is None or (end := tokenizer.token_id(splitter.end)) is None:
-            return mask
-        start = None if splitter.inside else tokenizer.token_id(splitter.start)
-        return mask if start is None and not splitter.inside else AfterThinking(mask, start, [end])
+        end = None if splitter is None else tokenizer.token_id(splitter.end)
+        start = None if splitter is None or splitter.inside else tokenizer.token_id(splitter.start)
+        if splitter is None or end is None or (start is None and not splitter.inside):
+            return mask if call_id is None else AfterThinking(mask, None, call_id=call_id)
+        return AfterThinking(mask, start, [end], call_id=call_id)
 
     def _forced_spec(self) -> GrammarSpec | None:
         choice = self._body.tool_choice
@@ -235,11 +163,10 @@ class ChatJob:
     @property
     def _needs_special_tokens(self) -> bool:
         """Whether marks of calls or of thinking are special tokens, which texts usually omit."""
-        tokenizer, splitter = self._context.tokenizer, self._splitter
-        end = None if splitter is None else tokenizer.token_id(splitter.end)
-        marks_thinking = end is not None and tokenizer.special_text(end) != ""
-        marks_calls = self._reads_calls and self._style in MARKED_BY_SPECIAL_TOKENS
-        return self._style == HARMONY or marks_calls or marks_thinking
+        marks = [*(MARKS.get(self._style, ()) if self._reads_calls else ())]
+        marks += [] if self._splitter is None else [self._splitter.end]
+        ids, special = map(self._context.tokenizer.token_id, marks), self._context.tokenizer.special_ids
+        return self._style == HARMONY or any(token in special for token in ids)
 
     def _unheld_functions(self, path: str) -> list[str]:
         """Fields that asked for `strict` where no grammar enforces it, because the model decides if and how it calls.
@@ -251,11 +178,11 @@ class ChatJob:
         path = "functions.{}.strict" if self._body.functions else path
         return [path.format(i) for i, tool in enumerate(self._tools) if tool.function.strict]
 
-    def _choice(self, index: int) -> _ChatChoice:
+    def _choice(self, index: int) -> ChatChoice:
         splitter = self._splitter
         own = splitter and ReasoningSplitter(splitter.marks, splitter.inside)
         only_one = self._body.parallel_tool_calls is False
-        return _ChatChoice(index, own, self._parser(), self._style, num_calls(self._body), only_one)
+        return ChatChoice(index, own, self._parser(), self._style, num_calls(self._body), only_one)
 
     def _parser(self) -> ToolParser:
         forced = self._forced_parser()
@@ -275,12 +202,12 @@ class ChatJob:
     async def whole(self, generation: Generation) -> dict[str, Any]:
         """The answer in one piece."""
         async for event in generation.events():
-            self._take(event)
+            self.take(event)
         choices = [self._whole_choice(choice) for choice in self._choices]
         first = head("chat.completion", "chatcmpl", self._context.name_of(self._body), self._body.request_id)
-        return {**first, **self._prompt_ids, **self._prompt_logprobs, "choices": choices, **self._ends()}
+        return {**first, **self._prompt_ids, **self._prompt_logprobs, "choices": choices, **self.ends()}
 
-    def _ends(self) -> dict[str, Any]:
+    def ends(self) -> dict[str, Any]:
         """Usage and figures of the answer."""
         thought = sum(choice.num_reasoning_tokens(self._context.tokenizer) for choice in self._choices)
         details = {"reasoning_tokens": thought, **self._account.predicted(len(self.groups[0].prediction))}
@@ -298,14 +225,14 @@ class ChatJob:
         entries, as_ids = self.groups[0].output().prompt_logprobs or (), self._body.return_tokens_as_token_ids or False
         return {"prompt_logprobs": prompt_logprobs(self._context.tokenizer, entries, as_ids)}
 
-    def _usage_so_far(self, choice: _ChatChoice) -> dict[str, Any]:
+    def _usage_so_far(self, choice: ChatChoice) -> dict[str, Any]:
         """Usage of one choice so far, for a stream piece, where `continuous_usage_stats` was asked for."""
         options = self._body.stream_options
         if options is None or not options.continuous_usage_stats:
             return {}
         return {"usage": token_counts(len(self._prompt), len(choice.token_ids))}
 
-    def _take(self, event: Event) -> tuple[_ChatChoice, list[dict[str, Any]], list[dict[str, Any]]]:
+    def take(self, event: Event) -> tuple[ChatChoice, list[dict[str, Any]], list[dict[str, Any]]]:
         """Read an event -> the choice, the changes of its message, and its new log-probabilities."""
         delta = event.delta if self._body.detokenize is not False else replace(event.delta, text="")
         choice = self._choices[delta.index]
@@ -317,10 +244,10 @@ class ChatJob:
         new = choice.take(delta)
         choice.stop_reason = self._context.stop_reason(delta)
         if self._body.include_reasoning is False:
-            new = [part for part in new if part.pop("reasoning_content", None) is None or part]
+            new = [part for part in new if "reasoning_content" not in part]
         return choice, new, logprobs
 
-    def _whole_choice(self, choice: _ChatChoice) -> dict[str, Any]:
+    def _whole_choice(self, choice: ChatChoice) -> dict[str, Any]:
         message = choice.message()
         if self._body.include_reasoning is False:
             message.pop("reasoning_content", None)
@@ -333,7 +260,7 @@ class ChatJob:
             **({"token_ids": choice.token_ids} if self._body.return_token_ids else {}),
         }
 
-    def _finish_reason(self, choice: _ChatChoice) -> str | None:
+    def _finish_reason(self, choice: ChatChoice) -> str | None:
         return old_finish_reason(choice.finish_reason) if self._body.functions else choice.finish_reason
 
     async def chunks(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
@@ -343,24 +270,28 @@ class ChatJob:
             opening = _chunk_choice(choice.index, {"role": "assistant", "content": ""})
             yield {**first, **self._prompt_ids, "choices": [opening], **self._usage_so_far(choice)}
         async for event in generation.events():
-            choice, new, logprobs = self._take(event)
+            choice, new, logprobs = self.take(event)
             ids = {"token_ids": event.delta.token_ids} if self._body.return_token_ids else {}
             for made in self._chunks(choice, new, logprobs, ids):
                 yield {**first, "choices": [made], **self._usage_so_far(choice)}
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
-            yield {**first, "choices": [], **self._ends()}
+            yield {**first, "choices": [], **self.ends()}
 
     def _chunks(
-        self, choice: _ChatChoice, new: list[dict[str, Any]], logprobs: list[dict[str, Any]], ids: dict[str, Any]
+        self, choice: ChatChoice, new: list[dict[str, Any]], logprobs: list[dict[str, Any]], ids: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        """A chunk for each part of the message; the first has the token ids, the last the finish reason."""
+        """A chunk for each part of the message; the first has the token ids, the last the finish reason.
+
+        Log-probabilities belong to the first text, if there is one: the call before it has none.
+        """
         if not (new or logprobs or ids or choice.finish_reason):
             return []
         parts = [old_message(part) for part in new] if self._body.functions else new
         made = [_chunk_choice(choice.index, part) for part in parts or [{}]]
         made[0] |= ids
         if self._body.logprobs:
-            made[0]["logprobs"] = {"content": logprobs}
+            first_text = next((chunk for chunk in made if "content" in chunk["delta"]), made[0])
+            first_text["logprobs"] = {"content": logprobs}
         if choice.finish_reason is not None:
             made[-1] |= {"finish_reason": self._finish_reason(choice), "stop_reason": choice.stop_reason}
         return made
@@ -391,10 +322,10 @@ def _find(tools: list[Tool], name: str) -> Tool:
     raise ApiError(400, f"tool_choice names {name[:64]!r}; the tools are {listed}", param="tool_choice")
 
 
-def _splitter(context: ServerContext, prompt: str, goes_on: bool) -> ReasoningSplitter | None:
-    """The splitter an answer to this prompt needs; samples get copies. `goes_on`: the answer continues a message."""
+def _splitter(context: ServerContext, prompt: str, said: str | None) -> ReasoningSplitter | None:
+    """The splitter an answer to this prompt needs; samples get copies. `said`: what the answer continues."""
     marks = context.reasoning_marks
     if marks is None or not may_think(prompt, marks):
         return None
-    inside = starts_inside(prompt, marks)
-    return None if goes_on and not inside else ReasoningSplitter(marks, inside)
+    inside = starts_inside(prompt, marks, said)
+    return None if said is not None and not inside else ReasoningSplitter(marks, inside)

@@ -35,9 +35,8 @@ class ServerContext:
         settings.check_adapters(llm.adapters)
         self.llm = llm
         self.settings = settings
-        template = llm.tokenizer.chat_template
-        self.tool_style = tool_style(settings.tool_parser, template)
-        self.reasoning_marks = reasoning_style(settings.reasoning_parser, template)
+        self.tool_style = tool_style(settings.tool_parser, llm.tokenizer.tool_template)
+        self.reasoning_marks = reasoning_style(settings.reasoning_parser, llm.tokenizer.chat_template)
         self.grammars = GrammarCompiler(llm.tokenizer, llm.vocab_size, settings.grammar_timeout_s)
 
     @property
@@ -119,14 +118,17 @@ class ServerContext:
                 "chat_template",
                 "chat_template: templates of requests run only with --trust-request-chat-template: leave it out",
             )
-        unknown = dropped_fields(body)
-        if unknown and self.settings.unknown_fields == "refuse":
+        self.check_unknown(dropped_fields(body))
+
+    def check_unknown(self, names: Sequence[str], kind: str = "field") -> None:
+        """Raise ApiError 400 if a request has fields that nobody knows, unless the server is to drop them."""
+        if names and self.settings.unknown_fields == "refuse":
             hint = "leave it out"
             if not self.settings.in_batch:
                 hint += ", or let the server drop such fields (--unknown-fields ignore)"
-            raise ApiError(400, f"unknown field {unknown[0]!r}: {hint}", param=unknown[0], code="unknown_parameter")
-        if unknown:
-            log.warning("unknown fields of a request were dropped: %r", unknown)
+            raise ApiError(400, f"unknown {kind} {names[0]!r}: {hint}", param=names[0], code="unknown_parameter")
+        if names:
+            log.warning("unknown fields of a request were dropped: %r", names)
 
     def texts_after(self, prompt: Sequence[int], skip_special_tokens: bool) -> IncrementalDetokenizer:
         """The detokenizer for an answer to this prompt."""

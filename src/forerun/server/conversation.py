@@ -12,7 +12,7 @@ from typing import Any
 from forerun.errors import CheckpointError
 from forerun.server.bodies import check_parts
 from forerun.server.errors import ApiError, unsupported
-from forerun.server.schema import MAX_MESSAGES, TEMPLATE_FIELDS, CalledFunction, ChatBody, ContentPart, Message, Tool
+from forerun.server.schema import TEMPLATE_FIELDS, CalledFunction, ChatBody, ContentPart, Message, Tool
 from forerun.server.tools import describe_tools, takes_tools
 from forerun.weights.tokenizer import Tokenizer
 
@@ -23,11 +23,9 @@ PART_KINDS = ("image_url", "input_audio", "video_url", "file")
 
 def render(tokenizer: Tokenizer, body: ChatBody, tools: Sequence[Tool]) -> str:
     """The prompt's text. Raises PromptError or ApiError 400."""
-    if len(body.messages) > MAX_MESSAGES:
-        raise ApiError(400, f"{len(body.messages)} messages; the most is {MAX_MESSAGES}", param="messages")
     calls = [call for index, message in enumerate(body.messages) for call in _calls(message, index)]
     check_parts(*(function.arguments.encode() for _, function in calls))
-    template = body.chat_template or tokenizer.chat_template or ""
+    template = body.chat_template or (tokenizer.tool_template if tools else tokenizer.chat_template) or ""
     messages = [_message(message, index, template) for index, message in enumerate(body.messages)]
     variables = _variables(body, template)
     listed = [tool.model_dump(exclude_none=True) for tool in tools]
@@ -38,15 +36,16 @@ def render(tokenizer: Tokenizer, body: ChatBody, tools: Sequence[Tool]) -> str:
     if continues(body):
         _check_continuation(body)
         messages[-1]["content"] += GAP
-        return _before_gap(_apply(tokenizer, body, messages, False, variables))
-    return _apply(tokenizer, body, messages, body.add_generation_prompt is not False, variables)
+        return _before_gap(_apply(tokenizer, body, template, messages, False, variables))
+    return _apply(tokenizer, body, template, messages, body.add_generation_prompt is not False, variables)
 
 
 def _apply(
-    tokenizer: Tokenizer, body: ChatBody, messages: list[dict[str, Any]], add_prompt: bool, variables: dict[str, Any]
-) -> str:
+    tokenizer: Tokenizer, body: ChatBody, template: str, messages: list[dict[str, Any]], add_prompt: bool,
+    variables: dict[str, Any],
+) -> str:  # fmt: skip
     try:
-        return tokenizer.apply_chat_template(messages, add_prompt, template=body.chat_template, **variables)
+        return tokenizer.apply_chat_template(messages, add_prompt, template=template, **variables)
     except CheckpointError as error:
         if body.chat_template is None:
             raise
@@ -61,6 +60,11 @@ def num_calls(body: ChatBody) -> int:
 def continues(body: ChatBody) -> bool:
     """Whether the answer continues the last message instead of starting a new one."""
     return bool(body.continue_final_message or (body.messages and body.messages[-1].prefix))
+
+
+def said_so_far(body: ChatBody) -> str | None:
+    """The text that the answer continues; None where it starts a new message."""
+    return _text(body.messages[-1], len(body.messages) - 1) if continues(body) else None
 
 
 def _check_continuation(body: ChatBody) -> None:

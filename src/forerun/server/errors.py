@@ -34,6 +34,7 @@ ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "n
                    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
                    504: "timeout_error"}  # fmt: skip
 REPLICA_CHANGED = "replica_changed"  # code: the process that asks belongs to another model or release than the replicas
+TOO_MANY = "too_many_samples"  # code: more than the server that was asked ever takes at a time
 MAX_SHOWN = 200  # characters of a value shown in a message
 MAX_ERRORS = 100  # of a body; pydantic collects all before it gives the first
 
@@ -76,6 +77,12 @@ def anthropic_body(error: ApiError) -> dict[str, Any]:
 def unsupported(param: str, message: str) -> ApiError:
     """A field that is known but not served here."""
     return ApiError(400, message, param=param, code="unsupported_parameter")
+
+
+def never_fits(num_samples: int, most: int) -> ApiError:
+    """More samples than a server takes at a time: to wait for room would be of no use."""
+    return ApiError(400, f"{num_samples} samples in one request; this server holds {most} at a time "
+                         "(--max-num-seqs and --max-queue): ask for fewer", param="n", code=TOO_MANY)  # fmt: skip
 
 
 def as_api_error(error: Exception, constrained: bool = False) -> ApiError:

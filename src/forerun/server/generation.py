@@ -43,12 +43,12 @@ class Generation:
         self._streams: list[Stream] = []
 
     def __enter__(self) -> None:
-        """Hand all requests to the engine; raises ApiError 429 if the queue has no room for them."""
+        """Hand all requests to the engine; raises ApiError 429 if there is no room now, 400 if there never is."""
         self._service.check_room(sum(len(group.samples) for group in self._groups))
         try:
             for group in self._groups:
                 self._streams.append(self._service.submit(group, self._constrained))
-        except ApiError:  # the engine has failed or stopped just now
+        except ApiError:  # the engine has failed or stopped just now, or no replica holds so many samples
             self.__exit__()
             raise
 
@@ -174,7 +174,7 @@ class EventStream(StreamingResponse):
         super().__init__(self._body, media_type="text/event-stream", headers=headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the end, or until the client disconnects. Raises ApiError 429 before anything is sent."""
+        """Send until the end, or until the client disconnects. Raises ApiError 429 or 400 before anything is sent."""
         with self._generation:
             await self._send_until_gone(receive, send)
 

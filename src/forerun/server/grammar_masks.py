@@ -81,6 +81,8 @@ class PrefixMask:
         Raises GrammarError if it will never come.
         """
         prefix, give_up = tuple(output_token_ids), monotonic() + wait_s
+        if prefix in self._known:  # what has arrived stays true, whatever becomes of the process
+            return True
         self._receive(0.0)
         while prefix not in self._known:
             self._ask(prefix)
@@ -160,24 +162,31 @@ _TOO_SLOW = (
 
 
 class AfterThinking:
-    """A mask for models that may think first: it applies after the thinking, if any, else from the first token."""
+    """A mask for models that may think first: it applies after the thinking, if any, else from the first token.
 
-    def __init__(self, inner: PrefixMask, start_id: int | None, *marks: Sequence[int]) -> None:
-        """`start_id`: the token that opens the thinking; None: it is open.
+    It ends where a call begins instead of the text that the grammar describes.
+    """
+
+    def __init__(
+        self, inner: PrefixMask, start_id: int | None, *marks: Sequence[int], call_id: int | None = None
+    ) -> None:
+        """`start_id`: the token that opens the thinking; None: it is open or, without `marks`, there is none.
 
         `marks`: the tokens that end it; of several marks the last, once the others have come, whatever is between.
+        `call_id`: the token that opens a call; None: none may come.
         """
         self.inner = inner
         self.start_id = start_id
         self.marks = [list(mark) for mark in marks]
+        self.call_id = call_id
 
     def allowed(self, output_token_ids: Sequence[int]) -> Sequence[int] | TokenBits | None:
-        """All tokens while the model thinks; then the inner mask of the tokens since."""
+        """All tokens while the model thinks, and in a call; else the inner mask of the tokens since the thinking."""
         said = self._said(output_token_ids)
         if said is None:
             return None
-        bits = self.inner.allowed(said)
-        return self._or_start(bits) if not output_token_ids and isinstance(bits, TokenBits) else bits
+        bits, opening = self.inner.allowed(said), self._opening(output_token_ids, said)
+        return _with_tokens(bits, opening) if opening and bits is not None else bits
 
     def ready(self, output_token_ids: Sequence[int], wait_s: float = 0.0) -> bool:
         """See PrefixMask."""
@@ -185,26 +194,29 @@ class AfterThinking:
         return said is None or self.inner.ready(said, wait_s)
 
     def forced(self, output_token_ids: Sequence[int]) -> Sequence[int]:
-        """Nothing while the model thinks, or may begin to."""
+        """Nothing while the model thinks or calls, or may begin to."""
         said = self._said(output_token_ids)
-        may_begin = self.start_id is not None and not output_token_ids
-        return () if said is None or may_begin else self.inner.forced(said)
+        return () if said is None or self._opening(output_token_ids, said) else self.inner.forced(said)
 
     def _said(self, tokens: Sequence[int]) -> Sequence[int] | None:
-        """The tokens after the thinking; None while the model thinks."""
-        if self.start_id is not None and (not tokens or tokens[0] != self.start_id):
-            return tokens
+        """The tokens after the thinking; None while the model thinks, and once they begin a call."""
         rest: list[int] | None = list(tokens)
-        for mark in self.marks:
-            rest = None if rest is None else _behind(mark, rest)
-        return rest
+        if self.start_id is None or (tokens and tokens[0] == self.start_id):
+            for mark in self.marks:
+                rest = None if rest is None else _behind(mark, rest)
+        return None if rest and rest[0] == self.call_id else rest
 
-    def _or_start(self, bits: TokenBits) -> TokenBits:
-        if self.start_id is None:
-            return bits
-        packed = bytearray(bits.packed)
-        packed[self.start_id // 8] |= 1 << self.start_id % 8
-        return TokenBits(bytes(packed))
+    def _opening(self, tokens: Sequence[int], said: Sequence[int]) -> list[int]:
+        """The tokens that may open the thinking, or a call, here."""
+        opening = (None if tokens else self.start_id, None if said else self.call_id)
+        return [token for token in opening if token is not None]
+
+
+def _with_tokens(bits: TokenBits, tokens: Sequence[int]) -> TokenBits:
+    packed = bytearray(bits.packed)
+    for token in tokens:
+        packed[token // 8] |= 1 << token % 8
+    return TokenBits(bytes(packed))
 
 
 def _behind(mark: list[int], tokens: list[int]) -> list[int] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from forerun.server.call_readers import CallPiece, Parsed, ToolParser
+from forerun.server.call_readers import CallPiece, OutputPiece, Prose, ToolParser, prose
 from forerun.server.reasoning import held_back
 
 MESSAGE = "<|message|>"
@@ -44,24 +44,24 @@ class Harmony:
     _has_said: bool = False
     _has_called: bool = False
 
-    def feed(self, text: str) -> Parsed:
+    def feed(self, text: str) -> list[OutputPiece]:
         """What is certain now."""
         self._held += text
-        parts: list[Parsed] = []
-        while self._header(parts) if self._in_header else self._message(parts):
+        pieces: list[OutputPiece] = []
+        while self._header(pieces) if self._in_header else self._message(pieces):
             pass
-        return _joined(parts)
+        return pieces
 
-    def finish(self) -> Parsed:
+    def finish(self) -> list[OutputPiece]:
         """What was held back; the beginning of a header is nothing. No call is forced where the model wrote one."""
         text, self._held = self._held, ""
         if self._in_header:
             text = "" if text.lstrip().startswith("<|") and _parsed(text) else text
             self._open("", "")
-        parts = [self._said(text)] if text else []
-        return _joined([*parts, self._ended(), Parsed() if self._has_called else self.inner.finish()])
+        pieces = [*(self._said(text) if text else ()), *self._ended()]
+        return pieces if self._has_called else [*pieces, *self.inner.finish()]
 
-    def _header(self, parts: list[Parsed]) -> bool:
+    def _header(self, pieces: list[OutputPiece]) -> bool:
         """Read a header if it is complete; returns whether there may be more to read."""
         begun = self._held.lstrip()
         if any(start.startswith(begun) and start != begun for start in _STARTS):
@@ -74,59 +74,51 @@ class Harmony:
         if found is None or (found[2] or "") not in _CHANNELS:
             self._open("", "")
             first, self._held = self._held[:1], self._held[1:]  # so that the mark it begins with is none
-            parts.append(self._said(first))
+            pieces += self._said(first)
             return True
         self._held = self._held[at + len(MESSAGE) :]
-        parts.append(self._open(found[2] or "", found[1] or found[3] or ""))
+        pieces += self._open(found[2] or "", found[1] or found[3] or "")
         return True
 
-    def _open(self, channel: str, recipient: str) -> Parsed:
+    def _open(self, channel: str, recipient: str) -> list[OutputPiece]:
         is_call = self.reads_calls and recipient.startswith(_FUNCTION)
         self._call = recipient.removeprefix(_FUNCTION) if is_call else None
         self._has_called |= is_call
         self._channel, self._has_arguments = channel, False
         self._gap = _GAP if (self._has_reasoned if channel == "analysis" else self._has_said) else ""
-        return Parsed() if self._call is None else Parsed(calls=(CallPiece(self._call),))
+        return [] if self._call is None else [CallPiece(self._call)]
 
-    def _message(self, parts: list[Parsed]) -> bool:
+    def _message(self, pieces: list[OutputPiece]) -> bool:
         """Read a message's text up to its end, if that has come."""
         end = _END.search(self._held)
         keep = 0 if end else max(held_back(self._held, mark) for mark in _ENDS)
         until = end.start() if end else len(self._held) - keep
         text, self._held = self._held[:until], self._held[end.end() if end else until :]
-        parts += [self._said(text)] if text else []
+        pieces += self._said(text) if text else []
         if end is not None:
-            parts.append(self._ended())
+            pieces += self._ended()
             self._in_header = True
         return end is not None
 
-    def _said(self, text: str) -> Parsed:
+    def _said(self, text: str) -> list[OutputPiece]:
         """Text of the message that is being read."""
         if self._call is not None:
             self._has_arguments = True
-            return Parsed(calls=(CallPiece(None, text),))
+            return [CallPiece(None, text)]
         text, self._gap = self._gap + text, ""
         if self._channel == "analysis":
             self._has_reasoned = True
-            return Parsed(reasoning=text)
+            return [Prose(text, is_reasoning=True)]
         self._has_said = True
-        return Parsed(text) if self._channel == "commentary" else self.inner.feed(text)
+        return prose(text) if self._channel == "commentary" else self.inner.feed(text)
 
-    def _ended(self) -> Parsed:
+    def _ended(self) -> list[OutputPiece]:
         """The message is over; a call needs arguments."""
         is_bare = self._call is not None and not self._has_arguments
         self._call = None
-        return Parsed(calls=(CallPiece(None, "{}"),)) if is_bare else Parsed()
+        return [CallPiece(None, "{}")] if is_bare else []
 
 
 def _parsed(header: str) -> re.Match[str] | None:
     """Groups 1 and 3: the recipient; 2: the channel."""
     return _HEADER.fullmatch(" ".join(header.split()))
-
-
-def _joined(parts: list[Parsed]) -> Parsed:
-    return Parsed(
-        "".join(part.content for part in parts),
-        tuple(piece for part in parts for piece in part.calls),
-        "".join(part.reasoning for part in parts),
-    )

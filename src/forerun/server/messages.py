@@ -143,7 +143,9 @@ def usage(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_body(context: ServerContext, body: CountTokensBody) -> ChatBody:
-    return chat_body(body, context.tokenizer.chat_template or "", context.thinks)
+    lists_tools = body.tools and (body.tool_choice is None or body.tool_choice.type != "none")
+    template = context.tokenizer.tool_template if lists_tools else context.tokenizer.chat_template
+    return chat_body(body, template or "", context.thinks)
 
 
 def _stop(finish_reason: str, stop_reason: int | str | None) -> dict[str, Any]:

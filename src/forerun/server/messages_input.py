@@ -24,6 +24,7 @@ from forerun.server.messages_schema import (
     ToolUseBlock,
 )
 from forerun.server.schema import (
+    MAX_MESSAGES,
     CalledFunction,
     ChatBody,
     ContentPart,
@@ -54,8 +55,12 @@ def chat_body(body: CountTokensBody, template: str, thinks: bool) -> ChatBody:
     check_served(body, NOT_SERVED)
     config = body.output_config
     form = body.output_format or (config and config.format)
+    messages = [*_system(body.system), *(m for i, turn in enumerate(body.messages) for m in _messages(turn, i))]
+    if len(messages) > MAX_MESSAGES:
+        raise ApiError(400, f"the conversation has {len(messages)} messages, the system's and each tool's result "
+                            f"included; the most is {MAX_MESSAGES}: leave old ones out", param="messages")  # fmt: skip
     given: dict[str, Any] = {
-        "messages": [*_system(body.system), *(m for i, turn in enumerate(body.messages) for m in _messages(turn, i))],
+        "messages": messages,
         "tools": [_tool(tool, index) for index, tool in enumerate(body.tools or ())] or None,
         "response_format": form and _format(form.schema_),
         "reasoning_effort": config and _effort(config, template),

@@ -86,7 +86,7 @@ class Metrics:
         self.finished.labels(reason).inc()
         self.prompt.inc(stats.num_prompt_tokens)
         self.cached.inc(stats.num_cached_tokens)
-        self.generated.inc(stats.num_tokens)
+        self.generated.inc(stats.num_tokens - stats.num_elsewhere)
         self.preemptions.inc(stats.num_preemptions)
         for name, count in stats.drafters.items():
             self.drafted.labels(name).inc(count.drafted)
@@ -97,14 +97,16 @@ class Metrics:
             self.speedup.observe(stats.estimated_speedup)
 
     def _observe_times(self, stats: RequestStats) -> None:
-        if stats.num_tokens == 0:
+        num_tokens = stats.num_tokens - stats.num_elsewhere
+        if num_tokens == 0:
             return
-        self.queue.observe(stats.queue_s)
-        self.ttft.observe(stats.ttft_s)
+        if not stats.num_elsewhere:  # else another engine wrote the first token, after a wait of its own
+            self.queue.observe(stats.queue_s)
+            self.ttft.observe(stats.ttft_s)
         self.duration.observe(stats.ttft_s + stats.decode_s)
         self.tau.observe(stats.acceptance_length)
-        if stats.num_tokens > 1:
-            self.tpot.observe(stats.decode_s / (stats.num_tokens - 1))
+        if num_tokens > 1:
+            self.tpot.observe(stats.decode_s / (num_tokens - 1))
 
     def text(self) -> bytes:
         """Everything, as Prometheus reads it."""

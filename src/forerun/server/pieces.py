@@ -55,7 +55,11 @@ class Pieces:
     def _text(self, text: str) -> TextPiece:
         entries, self._logprobs = self._logprobs, []
         marks = [place for place, entry in enumerate(entries) if entry["token"] == self._mark]
-        return TextPiece("text", self._begins("text"), text, logprobs=tuple(entries[marks[-1] + 1 if marks else 0 :]))
+        own = entries[marks[-1] + 1 if marks else 0 :]
+        is_behind_call = self._current is not None and self._current[0] == "call"
+        while is_behind_call and text in "".join([entry["token"] for entry in own[1:]]):
+            own = own[1:]  # the call's: one step may bring its end and the beginning of a text
+        return TextPiece("text", self._begins("text"), text, logprobs=tuple(own))
 
     def _begins(self, kind: Kind, number: int = 0) -> bool:
         before, self._current = self._current, (kind, number)

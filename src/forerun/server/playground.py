@@ -1,7 +1,8 @@
-"""The playground: a page to chat with the model, and a stream of what each step drafted and accepted.
+"""The pages: a playground to chat with the model, the API's document; a stream of what each step drafted.
 
-Knows: the page's files, and how steps are written for it. Does not know: how steps are computed, nor how the page shows
-them. The model's output is sent as JSON text; the page inserts it as text, and its policy allows no other scripts.
+Knows: the pages' files, and how steps are written for the playground. Does not know: how steps are computed, nor how
+the page shows them. The model's output is sent as JSON text; the page inserts it as text, and its policy allows no
+other scripts.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from forerun.engine.outputs import StepTrace
-from forerun.server.answers import Account, token_bytes, token_text
+from forerun.server.answers import token_text
 from forerun.server.bodies import CheckedRequest
 from forerun.server.chat import ChatJob
 from forerun.server.context import ServerContext
 from forerun.server.generation import EventStream, Generation
 from forerun.server.schema import MAX_MESSAGES, Body, ChatBody, Fraction, Message, Speculation
-from forerun.server.streams import Delta, Service
-from forerun.weights.tokenizer import Tokenizer
+from forerun.server.streams import Service
 
 STREAM_PATH: Final = "/playground/stream"
-SCRIPTS: Final = ("chats", "dom", "figures", "markdown", "marked", "playground", "run", "stream", "trees")
+SCRIPTS: Final = ("chats", "docs", "dom", "figures", "markdown", "marked", "playground", "run", "stream", "trees")
 _PAGE: Final = ("index.html", "text/html; charset=utf-8")
 FILES: Final = {  # path -> file of the package, its type
     "/": _PAGE,
     "/playground": _PAGE,
+    "/docs": ("docs.html", "text/html; charset=utf-8"),
     "/playground/playground.css": ("playground.css", "text/css; charset=utf-8"),
     **{f"/playground/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8") for name in SCRIPTS},
 }
@@ -83,7 +84,10 @@ def _add_file(router: APIRouter, path: str, name: str, media_type: str) -> None:
 
 
 class TracedChat:
-    """A chat of one sample that reports its steps: the events `start`, `step` for every pass of the target, `end`."""
+    """A chat of one sample as events: `start`, `step` for every pass of the target, `delta` for new text, `end`.
+
+    A `delta` is that of the chat endpoint's stream, its thinking apart. The texts in a step are those of its tokens.
+    """
 
     def __init__(self, context: ServerContext, body: PlaygroundBody) -> None:
         """Raises what ChatJob raises. Takes a while: not for event loops."""
@@ -95,28 +99,30 @@ class TracedChat:
         self._context = context
         self._sample = self.chat.groups[0].samples[0]
         self._sample.trace = []
-        self._pieces = _Pieces(context.tokenizer)
-        self._account = Account(1, None)
+        # A character made of several tokens comes with the last of them.
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._started = perf_counter()
 
     async def chunks(self, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
         """The events; raises ApiError if the request fails."""
         yield {"start": self._start()}
         async for event in generation.events():
-            self._account.add(0, event.delta)
+            choice, parts, _ = self.chat.take(event)
             for step in event.delta.steps:
                 yield {"step": self._step(step), "speedup": event.delta.speedup}
+            for part in parts:
+                yield {"delta": part}
             if event.delta.finish_reason is not None:
-                yield {"end": self._end(event.delta)}
+                yield {"end": {"finish_reason": choice.finish_reason, **self.chat.ends()}}
 
     def _start(self) -> dict[str, Any]:
-        request = self._sample.request
+        request, params = self._sample.request, self._sample.request.params
         return {
             "model": self._name,
             "drafter": self._context.drafter.name,
             "prompt_tokens": len(request.prompt_token_ids),
             "seed": str(request.seed),  # JavaScript's integers are exact up to 2**53
-            "thinking": self.chat.thinking,
+            "same_tokens": params.greedy or self._context.llm.config.verification == "coupled",
         }
 
     def _step(self, step: StepTrace) -> dict[str, Any]:
@@ -125,8 +131,8 @@ class TracedChat:
             "nodes": self._nodes(step.tokens, step.parents, step.sources),
             "accepted": list(step.accepted),
             "tokens": [
-                {"id": token, "text": self._pieces.take(token), "name": token_text(self._context.tokenizer, token),
-                 "source": name}
+                {"id": token, "text": self._decoder.decode(self._context.tokenizer.token_bytes(token)),
+                 "name": token_text(self._context.tokenizer, token), "source": name}
                 for token, name in zip(step.emitted, names, strict=False)
             ],
             "time_s": round(step.time_s - self._started, 6),
@@ -137,29 +143,3 @@ class TracedChat:
             {"id": token, "text": token_text(self._context.tokenizer, token), "parent": parent, "source": source}
             for token, parent, source in zip(tokens, parents, sources, strict=True)
         ]
-
-    def _end(self, delta: Delta) -> dict[str, Any]:
-        return {
-            "rest": self._pieces.finish(),
-            "finish_reason": delta.finish_reason,
-            "usage": self._account.usage(),
-            "forerun": self._account.forerun(),
-        }
-
-
-class _Pieces:
-    """A text token by token: a character made of several tokens comes with the last of them."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def take(self, token_id: int) -> str:
-        """What the token adds; nothing for special ones."""
-        if self._tokenizer.special_text(token_id):
-            return ""
-        return self._decoder.decode(token_bytes(self._tokenizer, token_id))
-
-    def finish(self) -> str:
-        """The replacement for half a character at the end, if any."""
-        return self._decoder.decode(b"", final=True)

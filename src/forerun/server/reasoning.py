@@ -121,16 +121,21 @@ def reasoning_style(parser: str, template: str | None) -> ReasoningMarks | None:
     Raises ConfigError for an unknown parser.
     """
     if parser not in PARSERS:
-        raise ConfigError(f"reasoning-parser must be one of {', '.join(PARSERS)}; got {parser!r}")
+        raise ConfigError(f"reasoning_parser must be one of {', '.join(PARSERS)}; got {parser!r}")
     if parser == "auto":
         return next((marks for marks in STYLES.values() if marks.end in (template or "")), None)
     style = PARSERS[parser]
     return STYLES[style] if style else None
 
 
-def starts_inside(prompt: str, marks: ReasoningMarks) -> bool:
-    """Whether a rendered prompt ends in open thinking."""
-    return prompt.rfind(marks.start) > prompt.rfind(marks.end)
+def starts_inside(prompt: str, marks: ReasoningMarks, said: str | None = None) -> bool:
+    """Whether an answer begins in thinking: a rendered prompt ends with its opening, or it continues what was `said`.
+
+    Elsewhere a prompt may mention marks: users write about them.
+    """
+    if said is not None:
+        return said.lstrip().startswith(marks.start) and marks.end not in said
+    return prompt.rstrip().endswith((marks.start, (marks.start + marks.label).rstrip()))
 
 
 def may_think(prompt: str, marks: ReasoningMarks) -> bool:

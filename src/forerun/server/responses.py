@@ -48,7 +48,7 @@ class ResponseJob:
         self._pieces = Pieces(context.end_of_reasoning)
         self._output = Output(body.reasoning is not None and _wants_summary(body))
         self._finish_reason: str | None = None
-        self._response = _begun(context, body, chat.tool_choice is not None, self._store is not None)
+        self._response = _begun(context, body, self._store is not None)
 
     async def whole(self, generation: Generation) -> dict[str, Any]:
         """The response in one piece."""
@@ -161,7 +161,7 @@ def _wants_summary(body: ResponsesBody) -> bool:
     return asked is not None
 
 
-def _begun(context: ServerContext, body: ResponsesBody, chooses: bool, stored: bool) -> dict[str, Any]:
+def _begun(context: ServerContext, body: ResponsesBody, stored: bool) -> dict[str, Any]:
     """The response before anything is written: it repeats the request's fields."""
     given = body.model_dump(mode="json", include=SAID_BACK, by_alias=True, exclude_unset=True)
     text = {"format": {"type": "text"}, **(given.get("text") or {})}

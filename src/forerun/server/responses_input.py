@@ -29,6 +29,7 @@ from forerun.server.responses_schema import (
     TextPart,
 )
 from forerun.server.schema import (
+    MAX_MESSAGES,
     CalledFunction,
     ChatBody,
     ContentPart,
@@ -68,8 +69,12 @@ def check_fields(body: ResponsesBody) -> None:
 
 def chat_body(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
     """The chat request for a conversation of `items`. Raises ApiError 400 for items and tools that are not served."""
+    messages = messages_of(items, body.instructions)
+    if len(messages) > MAX_MESSAGES:
+        raise ApiError(400, f"the conversation has {len(messages)} messages, those before it and the instructions "
+                            f"included; the most is {MAX_MESSAGES}: leave old ones out", param="input")  # fmt: skip
     given: dict[str, Any] = {
-        "messages": messages_of(items, body.instructions),
+        "messages": messages,
         "max_tokens": body.max_output_tokens,
         "stop": body.stop,
         "tools": [_tool(tool, index) for index, tool in enumerate(body.tools or ())] or None,

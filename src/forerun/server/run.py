@@ -127,7 +127,7 @@ def announce(llm: LLM, settings: ServerSettings, address: str) -> None:
         log.info("sampling defaults, as generation_config.json says", extra=dict(llm.loaded.sampling))
     log.info("limits", extra={
         "max_model_len": llm.max_model_len, "kv_cache_tokens": llm.engine.kv_cache.num_rows,
-        "max_num_seqs": config.max_num_seqs, "max_queue": settings.max_queue,
+        "max_num_seqs": llm.engine.scheduler.limits.max_num_seqs, "max_queue": settings.max_queue,
         "max_connections": settings.max_connections, "max_body_bytes": settings.max_body_bytes,
         "timeout_s": settings.timeout_s, "api_keys": len(settings.api_keys),
         "allowed_hosts": ", ".join(settings.allowed_hosts) or "any",

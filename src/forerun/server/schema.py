@@ -39,7 +39,7 @@ def _stop_at_first_error(node: Any) -> None:
             _stop_at_first_error(child)
 
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # Anthropic's limit; OpenAI's is 64
 
 
 class Body(BaseModel):

@@ -22,17 +22,13 @@ from forerun.cache.lower import LowerTiers
 from forerun.engine.outputs import RequestGroup
 from forerun.errors import RankLost
 from forerun.llm import LLM
-from forerun.server.errors import ApiError, as_api_error
+from forerun.server.errors import ApiError, as_api_error, never_fits
 from forerun.server.metrics import EngineLoad, Metrics
 from forerun.server.settings import ServerSettings
 from forerun.server.streams import Delta, Sent, Stream, delta_of
 
 MAX_FAILURES = 3  # steps failed in a row after which the server calls itself unhealthy
-_REASONS = {
-    499: "abort",
-    503: "abort",
-    504: "deadline",
-}  # how metrics count samples with this error; else "error"
+_REASONS = {499: "abort", 503: "abort", 504: "deadline"}  # how metrics count samples with this error; else "error"
 _RISE = 0.1  # weight of a new sample in the running mean of their times
 
 log = logging.getLogger("forerun.server")
@@ -136,7 +132,7 @@ class EngineService:
     @property
     def num_seats(self) -> int:
         """Samples that are computed at the same time, at most."""
-        return self.llm.config.max_num_seqs
+        return self.llm.engine.scheduler.limits.max_num_seqs  # fewer than asked for where recurrent states need room
 
     @property
     def step_s(self) -> float:
@@ -173,11 +169,13 @@ class EngineService:
         return max(0, self._num_open + num_samples - self.num_seats)
 
     def check_room(self, num_samples: int) -> None:
-        """Raise ApiError 429 if `num_samples` more would overfill the queue, 503 if the engine is down."""
+        """Raise ApiError 429 if `num_samples` more would overfill the queue now, 400 if always, 503 if it is down."""
         if self._closing:
             raise _shutting_down()
         if not self.healthy:
             raise ApiError(503, self._why_down, headers={"Retry-After": "30"})
+        if num_samples > (most := self.num_seats + self.settings.max_queue):
+            raise never_fits(num_samples, most)
         if (behind := self.num_behind(num_samples)) > self.settings.max_queue:
             wait_s = ceil(max(1.0, self._usual_s * behind / self.num_seats))
             raise ApiError(

@@ -67,7 +67,7 @@ class ServerSettings:
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         if self.unknown_fields not in ("refuse", "ignore"):
-            raise ConfigError(f"unknown-fields must be refuse or ignore; got {self.unknown_fields!r}")
+            raise ConfigError(f"unknown_fields must be refuse or ignore; got {self.unknown_fields!r}")
         for name in ("max_queue", "drain_s", "max_stored_responses", "max_stored_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")

@@ -34,14 +34,15 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
     methods = {method: spec for spec in all_specs().values() for method in spec.vllm_names}
     method = given.pop("method", None) or ("draft_model" if given.get("model") else None)
     if method not in methods:
-        raise ConfigError(f"speculative-config: method must be one of {', '.join(methods)}; got {method!r}")
+        known = ", ".join(map(repr, methods))
+        raise ConfigError(f"speculative_config: method must be one of {known}; got {method!r}")
     spec = methods[method]
     if not spec.model and given.get("model") in (method, f"[{method}]"):  # vLLM lets `model` repeat the method here
         del given["model"]
     unknown = [name for name, value in given.items() if name not in NAMES and not _has_no_effect(name, value)]
     if unknown:
-        allowed = ", ".join(("method", *NAMES))
-        raise ConfigError(f"speculative-config: {', '.join(unknown)} not supported here; the fields are {allowed}")
+        given_ones, allowed = (", ".join(map(repr, names)) for names in (unknown, ("method", *NAMES)))
+        raise ConfigError(f"speculative_config: {given_ones} not supported here; the fields are {allowed}")
     options = {NAMES[name]: value for name, value in given.items() if name in NAMES and value is not None}
     if "ngram_max" in options and "ngram_min" in spec.options:  # as in vLLM: the minimum defaults to the maximum
         options.setdefault("ngram_min", options["ngram_max"])
@@ -56,7 +57,7 @@ def _read(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"speculative-config is not JSON: {error}") from error
+        raise ConfigError(f"speculative_config is not JSON: {error}") from error
     if not isinstance(given, dict):
-        raise ConfigError(f'speculative-config must be an object such as {{"method": "ngram"}}; got {text}')
+        raise ConfigError(f'speculative_config must be an object such as {{"method": "ngram"}}; got {text}')
     return given

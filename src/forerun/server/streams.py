@@ -72,10 +72,10 @@ class Service(Protocol):
         """All metrics, as Prometheus reads them."""
 
     def check_room(self, num_samples: int) -> None:
-        """Raise ApiError 429 if `num_samples` more would overfill the queue, 503 if nothing can be answered."""
+        """Raise ApiError 429 if `num_samples` more would overfill the queue now, 400 if always, 503 if it is down."""
 
     def submit(self, group: RequestGroup, constrained: bool = False) -> Stream:
-        """Hand over a prepared request; raises ApiError 429 if there is no room."""
+        """Hand over a prepared request; raises ApiError 429 if there is no room now, 400 if there never is."""
 
     def abort(self, stream: Stream) -> None:
         """End a request whose client is gone, if it still runs."""

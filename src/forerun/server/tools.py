@@ -21,8 +21,9 @@ from forerun.server.call_readers import (
     KimiCalls,
     MistralCalls,
     NoCalls,
-    Parsed,
+    OutputPiece,
     ToolParser,
+    prose,
 )
 from forerun.server.harmony import Harmony
 from forerun.server.json_schema import moved
@@ -41,35 +42,31 @@ class BetweenMarks:
     _reader: CallReader | None = None  # between the marks
     _after_call: bool = False
 
-    def feed(self, text: str) -> Parsed:
+    def feed(self, text: str) -> list[OutputPiece]:
         """Text outside calls, and what is certain of calls."""
         self._held += text
-        content: list[str] = []
-        calls: list[CallPiece] = []
-        while self._pass_mark(content, calls):
+        pieces: list[OutputPiece] = []
+        while self._pass_mark(pieces):
             pass
         mark = self.start if self._reader is None else self.end
         keep = held_back(self._held, mark)
         certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        if self._reader is None:
-            content.append(self._outside(certain))
-        else:
-            calls += self._reader.feed(certain)
-        return Parsed("".join(content), tuple(calls))
+        pieces += prose(self._outside(certain)) if self._reader is None else self._reader.feed(certain)
+        return pieces
 
-    def _pass_mark(self, content: list[str], calls: list[CallPiece]) -> bool:
+    def _pass_mark(self, pieces: list[OutputPiece]) -> bool:
         """Read up to the next mark, if it is there."""
         before, found, after = self._held.partition(self.start if self._reader is None else self.end)
         if not found:
             return False
         self._held = after
         if self._reader is None:
-            content.append(self._outside(before))
+            pieces += prose(self._outside(before))
             self._reader = self.make()
         else:
-            calls += [*self._reader.feed(before), *self._reader.finish()]
+            pieces += [*self._reader.feed(before), *self._reader.finish()]
             self._after_call = self._reader.num_calls > 0 and self._reader.rest is None
-            content.append(_no_calls(self._reader, self.start, self.end))
+            pieces += _no_calls(self._reader, self.start, self.end)
             self._reader = None
         return True
 
@@ -80,60 +77,58 @@ class BetweenMarks:
             self._after_call = not text
         return text
 
-    def finish(self) -> Parsed:
+    def finish(self) -> list[OutputPiece]:
         """A call without its end mark counts, too."""
         text, self._held = self._held, ""
         if self._reader is None:
-            return Parsed(text)
-        calls = (*self._reader.feed(text), *self._reader.finish())
-        return Parsed(_no_calls(self._reader, self.start, ""), calls)
+            return prose(text)
+        return [*self._reader.feed(text), *self._reader.finish(), *_no_calls(self._reader, self.start, "")]
 
 
 @dataclass(slots=True)
 class ToTheEnd:
-    """After a mark, everything is calls (Mistral, Llama 3); with `bare`, also when the output begins with "{"."""
+    """After a mark, everything is calls (Mistral, Llama 3); with `make_bare`, also when the output begins with "{"."""
 
     start: str
     make: Callable[[], CallReader]
-    bare: bool = False
+    make_bare: Callable[[], CallReader] | None = None
     _held: str = ""
     _reader: CallReader | None = None
     _opening: str = ""  # what the calls began with
     _begun: bool = False
 
-    def feed(self, text: str) -> Parsed:
+    def feed(self, text: str) -> list[OutputPiece]:
         """Text before the calls, then what is certain of them."""
         if self._reader is not None:
-            return Parsed(calls=tuple(self._reader.feed(text)))
+            return [*self._reader.feed(text)]
         self._held += text
-        if self.bare and not self._begun and self._held.lstrip()[:1] == "{":
-            return self._begin("", "", self._held)
+        if self.make_bare is not None and not self._begun and self._held.lstrip()[:1] == "{":
+            return self._begin("", self.make_bare(), self._held)
         before, found, after = self._held.partition(self.start)
         if found:
-            return self._begin(before, self.start, after)
-        if self.bare and not self._begun and not self._held.strip():
-            return Parsed()
+            return [*prose(before), *self._begin(self.start, self.make(), after)]
+        if self.make_bare is not None and not self._begun and not self._held.strip():
+            return []
         keep = held_back(self._held, self.start)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         self._begun = self._begun or bool(shown)
-        return Parsed(shown)
+        return prose(shown)
 
-    def _begin(self, content: str, opening: str, text: str) -> Parsed:
-        self._held, self._opening, self._reader = "", opening, self.make()
-        return Parsed(content, tuple(self._reader.feed(text)))
+    def _begin(self, opening: str, reader: CallReader, text: str) -> list[OutputPiece]:
+        self._held, self._opening, self._reader = "", opening, reader
+        return [*reader.feed(text)]
 
-    def finish(self) -> Parsed:
+    def finish(self) -> list[OutputPiece]:
         """The text if it is no call."""
         if self._reader is None:
             text, self._held = self._held, ""
-            return Parsed(text)
-        calls = tuple(self._reader.finish())
-        return Parsed(_no_calls(self._reader, self._opening, ""), calls)
+            return prose(text)
+        return [*self._reader.finish(), *_no_calls(self._reader, self._opening, "")]
 
 
-def _no_calls(reader: CallReader, start: str, end: str) -> str:
+def _no_calls(reader: CallReader, start: str, end: str) -> list[OutputPiece]:
     """Text that a reader found no call in, with its marks unless a call used them."""
-    return "" if reader.rest is None else ("" if reader.num_calls else start) + reader.rest + end
+    return [] if reader.rest is None else prose(("" if reader.num_calls else start) + reader.rest + end)
 
 
 @dataclass(slots=True)
@@ -142,13 +137,13 @@ class ForcedCalls:
 
     _reader: JsonCalls = field(default_factory=JsonCalls)
 
-    def feed(self, text: str) -> Parsed:
+    def feed(self, text: str) -> list[OutputPiece]:
         """What is certain of the calls."""
-        return Parsed(calls=tuple(self._reader.feed(text)))
+        return [*self._reader.feed(text)]
 
-    def finish(self) -> Parsed:
-        """A call that was cut off before its name was complete is text."""
-        return Parsed()
+    def finish(self) -> list[OutputPiece]:
+        """A call that was cut off before its arguments had begun is text."""
+        return [*self._reader.finish(), *_no_calls(self._reader, "", "")]
 
 
 @dataclass(slots=True)
@@ -158,52 +153,86 @@ class ForcedArguments:
     name: str
     _begun: bool = False
 
-    def feed(self, text: str) -> Parsed:
+    def feed(self, text: str) -> list[OutputPiece]:
         """The arguments as they come."""
         name, self._begun = (None if self._begun else self.name), True
-        return Parsed(calls=(CallPiece(name, text),))
+        return [CallPiece(name, text)]
 
-    def finish(self) -> Parsed:
+    def finish(self) -> list[OutputPiece]:
         """The call, cut off or not: the finish reason says which."""
-        return Parsed() if self._begun else self.feed("")
+        return [] if self._begun else self.feed("")
 
 
 # -- styles -----------------------------------------------------------------------------------------------------
 
 
-MISTRAL_MARK = "[TOOL_CALLS]"
 KIMI = "kimi_k2"
 HARMONY = "openai"
 
 
-def _tagged(start: str, end: str, form: CallForm) -> Callable[[Functions], ToolParser]:
-    return lambda functions: BetweenMarks(start, end, lambda: TaggedCalls(form, functions))
+# What a style writes around its calls and inside of them: first what begins calls, then what ends them. Texts usually
+# omit those that are special tokens.
+MARKS: dict[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "qwen3_coder": ("<tool_call>", "</tool_call>"),
+    "glm45": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "longcat": ("<longcat_tool_call>", "</longcat_tool_call>"),
+    "longcat_keyed": ("<longcat_tool_call>", "</longcat_tool_call>", "<longcat_arg_key>", "</longcat_arg_key>",
+                      "<longcat_arg_value>", "</longcat_arg_value>"),
+    "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>"),
+    "deepseek_v32": ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜"),
+    "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
+    KIMI: ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+           "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    "command": ("<|START_ACTION|>", "<|END_ACTION|>"),
+    "llama3_json": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+}  # fmt: skip
+BARE = ("llama3_json",)  # whose calls may begin without their mark
+
+
+def _between(style: str, make: Callable[[], CallReader]) -> ToolParser:
+    start, end, *_ = MARKS[style]
+    return BetweenMarks(start, end, make)
+
+
+def _tagged(style: str, form: CallForm) -> Callable[[Functions], ToolParser]:
+    return lambda functions: _between(style, lambda: TaggedCalls(form, functions))
+
+
+def _llama(functions: Functions) -> ToolParser:
+    """Without the mark only calls of the request's own functions are told from an answer in JSON."""
+    return ToTheEnd(MARKS["llama3_json"][0], JsonCalls, partial(JsonCalls, frozenset(functions)))
+
+
+def _mistral(_: Functions) -> ToolParser:
+    mark = MARKS["mistral"][0]
+    return ToTheEnd(mark, partial(MistralCalls, mark))
 
 
 STYLES: dict[str, Callable[[Functions], ToolParser]] = {  # vLLM's names
-    "hermes": lambda _: BetweenMarks("<tool_call>", "</tool_call>", JsonCalls),
-    "qwen3_coder": _tagged("<tool_call>", "</tool_call>", QWEN),
-    "glm45": _tagged("<tool_call>", "</tool_call>", GLM),
-    "longcat": lambda _: BetweenMarks("<longcat_tool_call>", "</longcat_tool_call>", JsonCalls),
-    "longcat_keyed": _tagged("<longcat_tool_call>", "</longcat_tool_call>", LONGCAT),
-    "minimax_m2": _tagged("<minimax:tool_call>", "</minimax:tool_call>", MINIMAX),
-    "deepseek_v32": _tagged("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", DSML),
-    "gemma4": _tagged("<|tool_call>", "<tool_call|>", GEMMA),
-    KIMI: lambda _: BetweenMarks("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", KimiCalls),
-    "llama3_json": lambda _: ToTheEnd("<|python_tag|>", JsonCalls, bare=True),
-    "mistral": lambda _: ToTheEnd(MISTRAL_MARK, partial(MistralCalls, MISTRAL_MARK)),
+    "hermes": lambda _: _between("hermes", JsonCalls),
+    "qwen3_coder": _tagged("qwen3_coder", QWEN),
+    "glm45": _tagged("glm45", GLM),
+    "longcat": lambda _: _between("longcat", JsonCalls),
+    "longcat_keyed": _tagged("longcat_keyed", LONGCAT),
+    "minimax_m2": _tagged("minimax_m2", MINIMAX),
+    "deepseek_v32": _tagged("deepseek_v32", DSML),
+    "gemma4": _tagged("gemma4", GEMMA),
+    KIMI: lambda _: _between(KIMI, KimiCalls),
+    "command": lambda _: _between("command", JsonCalls),
+    "llama3_json": _llama,
+    "mistral": _mistral,
     HARMONY: lambda _: Harmony(NoCalls(), reads_calls=True),
     "none": lambda _: NoCalls(),
 }
 ALIASES = {"qwen": "hermes", "qwen2": "hermes", "qwen3": "hermes", "llama3": "llama3_json", "llama": "llama3_json",
            "llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder", "glm47": "glm45"}  # fmt: skip
 NAMES = ("auto", *STYLES, *ALIASES)
-# Texts usually omit these.
-MARKED_BY_SPECIAL_TOKENS = ("mistral", "llama3_json", "gemma4", "minimax_m2", "deepseek_v32", KIMI)
 _SIGNS = (("<function=", "qwen3_coder"), ("<arg_key>", "glm45"), ("<longcat_arg_key>", "longcat_keyed"),
           ("<longcat_tool_call>", "longcat"), ("<minimax:tool_call>", "minimax_m2"),
           ("<｜DSML｜", "deepseek_v32"), ("<|tool_call>call:", "gemma4"), ("<|channel|>", HARMONY),
-          ("<|tool_calls_section_begin|>", KIMI),
+          ("<|tool_calls_section_begin|>", KIMI), ("<|START_ACTION|>", "command"),
           ("<tool_call>", "hermes"), ("[TOOL_CALLS]", "mistral"),
           ("<|python_tag|>", "llama3_json"), ('"parameters":', "llama3_json"))  # fmt: skip
 
@@ -211,7 +240,7 @@ _SIGNS = (("<function=", "qwen3_coder"), ("<arg_key>", "glm45"), ("<longcat_arg_
 def tool_style(parser: str, template: str | None) -> str:
     """The style a model writes calls in, by option or found in its chat template. Raises ConfigError."""
     if parser not in NAMES:
-        raise ConfigError(f"tool-parser must be one of {', '.join(NAMES)}; got {parser!r}")
+        raise ConfigError(f"tool_parser must be one of {', '.join(NAMES)}; got {parser!r}")
     if parser != "auto":
         return ALIASES.get(parser, parser)
     return next((style for sign, style in _SIGNS if sign in (template or "")), "hermes")

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from forerun.errors import CheckpointError, VocabularyError
 from forerun.training.chat import END_OF_TEXT, TURN_END
@@ -43,7 +45,18 @@ def export_model(net: Net, tokenizer_dir: Path, folder: Path) -> None:
     write_json(folder / "config.json", llama_config(net.config, ends[0]))
     write_json(folder / "generation_config.json", {"eos_token_id": ends, "pad_token_id": ends[1]})
     weights = {name: weight.to("cpu", torch.bfloat16).contiguous() for name, weight in net.state_dict().items()}
-    (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
+    write_weights(folder, weights)
+
+
+def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Writes a model.safetensors; whoever reads meanwhile finds the one before, and so does who runs out of room."""
+    temporary = folder / "model.tmp"
+    try:
+        temporary.write_bytes(save(weights, metadata={"format": "pt"}))
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    temporary.replace(folder / "model.safetensors")
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -58,7 +71,7 @@ def load_model(folder: Path) -> Net:
         net = Net(net_config(table))
         weights = load_file(folder / "model.safetensors")
         net.load_state_dict({name: weight.float() for name, weight in weights.items()})
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
+    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder} is no model exported by `forerun train lm`: {error}") from error
     return net.eval()
 

@@ -14,7 +14,7 @@ import torch
 
 from forerun.errors import TrainingError
 from forerun.training.chat import END_OF_TEXT
-from forerun.training.checkpoint import LAST, read_checkpoint
+from forerun.training.checkpoint import LAST, read_last
 from forerun.training.console import Console
 from forerun.training.data import Tokens, load_tokens
 from forerun.training.distill import OWN_TEXT, sample_own_text
@@ -115,8 +115,14 @@ def write_results(trainer: Trainer, prepared: Prepared, folder: Path, report: Re
 
 
 def export_run(run_dir: Path, folder: Path) -> int:
-    """Exports the last checkpoint of a run, even of one in progress, into `folder`; returns its step."""
-    state = read_checkpoint(run_dir / LAST)
+    """Exports the last checkpoint of a run, even of one in progress, into `folder`; returns its step.
+
+    Raises TrainingError for a folder without a checkpoint, or with that of a head.
+    """
+    path = run_dir / LAST
+    if not path.is_file():
+        raise TrainingError(f"there is no checkpoint {path}: give the folder of a run that has saved one")
+    state = read_last(run_dir)
     net = Net(NetConfig(**state["recipe"]["model"]))
     net.load_state_dict(state["model"])
     export_model(net, run_dir / "data", folder)

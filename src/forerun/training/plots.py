@@ -12,7 +12,7 @@ from typing import Final
 
 from forerun.training.train import StepReport
 
-NO_PICTURE: Final = "no loss.png: matplotlib is not installed (pip install 'forerun[train]')"
+NO_PICTURE: Final = 'no loss.png: matplotlib is not installed (pip install ".[train]" in the checkout of forerun)'
 
 
 def draw_history(history: Sequence[StepReport], path: Path) -> bool:

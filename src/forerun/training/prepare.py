@@ -5,21 +5,25 @@ Knows the order of the work. Does not know: reading and splitting (`data`), toke
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from forerun.errors import TrainingError
 from forerun.training import data
-from forerun.training.recipe import Recipe
+from forerun.training.export import write_json
+from forerun.training.recipe import Recipe, changes
 from forerun.training.run_folder import clear
 from forerun.training.sources import SOURCES
 from forerun.training.tokenizer import TOKENIZER_FILES, save_tokenizer, train_tokenizer
 
 Report = Callable[[str], None]
+ABOUT = "about.json"  # what the data depends on
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,12 @@ def prepare(recipe: Recipe, run: Path, report: Report, fresh: bool = False) -> P
     counts = None if fresh else data.read_manifest(folder)
     if counts is None:
         counts = prepare_anew(recipe, run, report, fresh)
+    elif (folder / ABOUT).is_file():  # data that earlier versions prepared has none
+        changed = changes(json.loads((folder / ABOUT).read_text(encoding="utf-8")), about_data(recipe))
+        if changed:
+            raise TrainingError(
+                f"{folder} holds other data: {'; '.join(changed)}. Use the recipe as it was, another --out, or --fresh"
+            )
     missing = [name for name in recipe.mix if name not in counts]
     if missing:
         raise TrainingError(f"{folder} was prepared without {', '.join(missing)}; delete it and start again")
@@ -62,8 +72,15 @@ def prepare_anew(recipe: Recipe, run: Path, report: Report, fresh: bool) -> dict
     counts = {name: data.store(folder, name, split, tokenizer) for name, split in splits.items()}
     for name, count in counts.items():
         report(f"  {name}: {count}")
+    write_json(folder / ABOUT, about_data(recipe))
     data.write_manifest(folder, counts)
     return counts
+
+
+def about_data(recipe: Recipe) -> dict[str, Any]:
+    """What the token files depend on."""
+    parts = {name: value for name, value in asdict(recipe).items() if name in ("seed", "mix", "data", "tokenizer")}
+    return {**parts, "tokenizer_from": recipe.tokenizer_from, "vocab_size": recipe.model.vocab_size}
 
 
 def make_tokenizer(recipe: Recipe, splits: dict[str, data.DataSplit], report: Report) -> Tokenizer:

@@ -5,6 +5,7 @@ Knows which options a training run has and which are wrong. Knows nothing of how
 
 from __future__ import annotations
 
+import os.path
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+FOLDERS = ("dir", "generated_dir", "bench_dir", "start_from", "teacher", "tokenizer_from")  # fields that name one
 
 
 @dataclass(frozen=True)
@@ -171,13 +173,17 @@ class Recipe:
 
 def load_recipe(path: Path) -> Recipe:
     """Reads a recipe; raises ConfigError naming the field that is wrong."""
+    return build(Recipe, read_toml(path), "")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Reads a TOML file, which may begin with a byte order mark; raises ConfigError."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"recipe {path} is not valid TOML: {error}") from error
-    return build(Recipe, table, "")
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"recipe {path} is not valid TOML in UTF-8: {error}") from error
 
 
 def build(kind: type[T], table: Mapping[str, Any], prefix: str) -> T:
@@ -207,6 +213,23 @@ def convert(hint: Any, value: Any, where: str) -> Any:
     if not isinstance(hint, type) or type(value) is not hint:
         raise ConfigError(f"recipe field {where} = {value!r} should be of type {getattr(hint, '__name__', hint)}")
     return value
+
+
+def changes(was: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
+    """Tells which fields of a recipe are not as they were; one that `was` lacks, being older, does not count.
+
+    A folder is the same however it is spelled.
+    """
+    listed: list[str] = []
+    for name, value in now.items():
+        found = was.get(name, value)
+        if name != "mix" and isinstance(found, dict) and isinstance(value, dict):
+            listed += changes(found, value, f"{where}{name}.")
+        elif name in FOLDERS and found and value and os.path.abspath(found) == os.path.abspath(value):
+            continue
+        elif found != value:  # a mix as a whole: what it lacks was left out
+            listed.append(f"{where}{name} was {found!r}, is {value!r}")
+    return listed
 
 
 def with_data_dir(recipe: Recipe, data_dir: Path | None) -> Recipe:

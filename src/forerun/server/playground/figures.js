@@ -4,7 +4,11 @@ import { depthCounts, rejectedBranches, stepWords, tokensChart, treePicture, vis
 
 const NUM_COLOURS = 8, REPLAY_MS = 700;
 const colours = new Map(); // drafter -> CSS class
-const state = { run: null, step: 0, player: null, charted: null, boxes: new WeakMap() }; // boxes: run -> the element with its tokens
+const GROWTH = 1.02; // times as many steps at which a chart is drawn again: so the work grows with an answer's length, not with its square
+const state = {
+  runs: [], ended: true, run: null, step: 0, player: null, charted: null, drawn: 0, // drawn: steps of the chart
+  boxes: new WeakMap(), // run -> the element with its tokens
+};
 
 // -- tokens ----------------------------------------------------------------------------------------------------
 
@@ -50,6 +54,7 @@ function showTip(span) { // which drafts were rejected in a token's step
   $("tip").style.left = `${Math.max(4, Math.min(box.left, innerWidth - tip.width - 4))}px`;
 }
 
+const isShown = () => document.body.dataset.view === "steps";
 const hideTip = () => { $("tip").hidden = true; };
 
 // -- one step --------------------------------------------------------------------------------------------------
@@ -94,10 +99,12 @@ function replay() {
 
 // -- figures over answers --------------------------------------------------------------------------------------
 
-export function showFigures(runs) { // the last answer's runs: with speculation and, if asked for, without
+export function showFigures(runs = state.runs) { // the last answer's runs: with speculation and, if asked for, without
+  state.runs = runs;
+  if (!isShown()) return;
   const begun = runs.filter((run) => run.steps.length);
   $("speed").tBodies[0].replaceChildren(...begun.map(speedRow));
-  if (begun.length) showOver(begun[0]);
+  if (begun.length && (begun[0] !== state.charted || begun[0].steps.length >= GROWTH * state.drawn)) showOver(begun[0]);
   showVerdict(runs);
 }
 
@@ -109,8 +116,9 @@ function speedRow(run) {
 }
 
 function showOver(run) {
-  state.charted = run;
-  const words = `Tokens of each pass: ${run.steps.map((step) => step.tokens.length).join(", ")}`;
+  Object.assign(state, { charted: run, drawn: run.steps.length });
+  const most = Math.max(...run.steps.map((step) => step.tokens.length)), mean = number(run.ids.length / run.steps.length, 2);
+  const words = `Tokens of each of ${run.steps.length} passes: ${mean} on average, ${most} at most`;
   const atEnd = $("chart").scrollLeft + $("chart").clientWidth >= $("chart").scrollWidth - 2;
   $("chart").replaceChildren(tokensChart(run.steps, words, colour));
   if (atEnd) $("chart").scrollLeft = $("chart").scrollWidth;
@@ -127,22 +135,34 @@ function showVerdict([on, plain]) {
   $("verdict").textContent = "";
   if (!plain?.end || !on.end) return;
   const same = on.ids.length === plain.ids.length && on.ids.every((id, i) => id === plain.ids[i]);
-  const words = same ? "The same tokens, one by one" : "The tokens DIFFER, which must not happen: please report it";
+  const other = on.sameTokens ? "The tokens DIFFER, which must not happen: please report it"
+    : "Another sample, since this server verifies by rejection: the probabilities are the same, the tokens need not be";
+  const words = same ? "The same tokens, one by one" : other;
   const speed = `${number(on.rate / plain.rate, 2)}x the speed of plain decoding`;
   $("verdict").textContent = `${words}; ${speed}, measured one after the other.`;
 }
 
-export function showLastStep(runs) { // once an answer has ended
-  const [run] = runs;
-  if (!run.steps.length) return;
+export function showLastStep() { // once an answer has ended
+  const [run] = state.runs;
+  state.ended = true;
+  if (!isShown() || !run?.steps.length) return;
   state.run = run;
+  showOver(run);
   goTo(run, run.steps.length - 1);
+}
+
+export function showSteps() { // when the view was switched to
+  showFigures();
+  if (state.run) {
+    showOver(state.run);
+    showTree();
+  } else if (state.ended) showLastStep();
 }
 
 export function clearFigures() {
   stopReplay();
   hideTip();
-  Object.assign(state, { run: null, step: 0 });
+  Object.assign(state, { runs: [], ended: false, run: null, step: 0, charted: null, drawn: 0 });
   for (const id of ["tree", "chart"]) $(id).replaceChildren();
   for (const id of ["speed", "depths"]) $(id).tBodies[0].replaceChildren();
   for (const id of ["previous", "next", "play", "step"]) $(id).disabled = true;

@@ -2,7 +2,7 @@
 // Text of the model and of the user becomes text nodes and plain elements, never markup.
 import { newChat, recall, remember, removeChat, saveChat, savedChat, savedChats, titleOf } from "./chats.js";
 import { $, make } from "./dom.js";
-import { addTokens, clearFigures, connectFigures, showFigures, showLastStep } from "./figures.js";
+import { addTokens, clearFigures, connectFigures, showFigures, showLastStep, showSteps } from "./figures.js";
 import { showMarkdown } from "./markdown.js";
 import { Run } from "./run.js";
 import { events, modelNames } from "./stream.js";
@@ -12,6 +12,7 @@ const SETTINGS = ["system", "speculation", ...NUMBERS]; // elements whose values
 const USUAL = { speculation: "auto", max_tokens: "512" };
 const NEAR = 80; // pixels from the end within which the view follows a growing answer
 const TAB = "sessionStorage";
+const NO_ROOM = "The browser has no room for this conversation: delete others, or it is gone when the page is closed.";
 
 const state = { chat: newChat(recall("settings", USUAL)), stopper: null, next: null }; // next: the conversation to open then
 const items = new WeakMap(); // message -> its element
@@ -101,11 +102,12 @@ function copyButton(text) {
 
 // -- asking ----------------------------------------------------------------------------------------------------
 
-function request(messages, speculation, seed) {
+function request(messages) {
   const { settings } = state.chat, asked = Object.entries(settings).filter(([name, value]) => NUMBERS.includes(name) && value !== "");
+  const given = settings.seed ?? "", random = Math.floor(Math.random() * 2 ** 31); // two runs of one answer share the seed
   const system = settings.system ? [{ role: "system", content: settings.system }] : [];
   return {
-    ...Object.fromEntries(asked.map(([name, value]) => [name, Number(value)])), speculation, seed,
+    ...Object.fromEntries(asked.map(([name, value]) => [name, Number(value)])), seed: given === "" || given < 0 ? random : Number(given),
     messages: [...system, ...messages.map(({ role, content }) => ({ role, content }))],
     ...($("served").value ? { model: $("served").value } : {}),
   };
@@ -123,7 +125,7 @@ async function follow(run, runs, item, body) { // shows a run as it comes
   const show = () => {
     frame = null;
     const follows = nearEnd();
-    showParts(parts, ...run.parts);
+    showParts(parts, run.thought, run.answer);
     if (run.steps.length) $("live").textContent = run.figures;
     showFigures(runs);
     if (follows) toEnd();
@@ -134,6 +136,7 @@ async function follow(run, runs, item, body) { // shows a run as it comes
       if (event.step) addTokens(parts.tokens, run, event.step);
       frame ??= requestAnimationFrame(show);
     }
+    if (!run.end) throw new Error("The connection broke off before the answer was finished.");
   } finally {
     cancelAnimationFrame(frame);
     show();
@@ -148,20 +151,21 @@ async function write(messages, typed = "") {
   const dropsTurns = before.length > messages.length + 1;
   chat.messages = [...messages, message];
   begin();
-  const given = chat.settings.seed ?? "", seed = given === "" ? Math.floor(Math.random() * 2 ** 31) : Number(given);
+  const body = request(messages);
   try {
     for (const [name, speculation] of wantedRuns()) {
       runs.push(new Run(name));
-      await follow(runs.at(-1), runs, itemOf(message), request(messages, speculation, seed));
+      await follow(runs.at(-1), runs, itemOf(message), { ...body, speculation });
     }
   } catch (error) {
     if (error.name !== "AbortError") fail(error.message);
     if (error.status === 401) openSettings("key");
   }
-  if (runs[0].text && (runs[0].end || !dropsTurns)) keep(message, runs);
+  if ((runs[0].thought || runs[0].answer) && (runs[0].end || !dropsTurns)) keep(message, runs);
   else {
     chat.messages = before;
-    $("prompt").value ||= typed;
+    if (before.length && savedChat(chat.id)?.changed === chat.changed) saveChat(chat); // deleting another may have saved half of it
+    if (!$("prompt").value.startsWith(typed)) $("prompt").value = [typed, $("prompt").value].filter(Boolean).join("\n\n");
     if (runs[0].end) fail("The model ended its answer without a word.");
   }
   end(runs, message.content);
@@ -178,11 +182,11 @@ function begin() {
 }
 
 function keep(message, runs) {
-  const [run] = runs, reason = run.end?.finish_reason ?? "stopped";
-  [message.thought, message.content] = run.parts;
-  message.note = run.figures + ({ length: " · cut off at Max tokens", stopped: " · stopped" }[reason] ?? "");
+  const [run] = runs, reason = run.end?.finish_reason ?? (state.stopper.signal.aborted ? "stopped" : "broken off");
+  Object.assign(message, { thought: run.thought, content: run.answer });
+  message.note = run.figures + ({ length: " · cut off at Max tokens", stop: "" }[reason] ?? ` · ${reason}`);
   itemOf(message).querySelector(".note").textContent = message.note;
-  if (!saveChat(state.chat)) fail("The browser has no room for this conversation: delete others, or it is gone when the page is closed.");
+  if (!saveChat(state.chat)) fail(NO_ROOM);
 }
 
 function end(runs, text) {
@@ -191,7 +195,7 @@ function end(runs, text) {
   busy(false);
   showChat();
   showFigures(runs);
-  showLastStep(runs);
+  showLastStep();
   $("live").textContent = "";
   $("status").textContent = text; // for screen readers, whole
   if (follows) toEnd();
@@ -221,7 +225,7 @@ function edit(message) {
   };
   field.value = message.content;
   field.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") back();
+    if (event.key === "Escape" && !composes(event)) back();
     if (!isEnter(event)) return;
     event.preventDefault();
     ask();
@@ -251,7 +255,7 @@ function listItem(chat) {
   if (chat.id === state.chat.id) open.setAttribute("aria-current", "true");
   const remove = button("×", `Delete ${title}`, () => {
     if (state.stopper && chat.id === state.chat.id) return;
-    removeChat(chat.id);
+    if (removeChat(chat.id) && $("error").textContent === NO_ROOM) fail("");
     if (chat.id === state.chat.id) openChat(newChat(state.chat.settings));
     else showList();
   });
@@ -266,7 +270,7 @@ function openChat(chat) {
   for (const name of SETTINGS) $(name).value = state.chat.settings?.[name] ?? USUAL[name] ?? "";
   takeSettings();
   clearFigures();
-  fail("");
+  if ($("error").textContent !== NO_ROOM) fail("");
   showChat();
   toEnd();
   $("prompt").focus();
@@ -301,6 +305,7 @@ function showView(view) {
   document.body.dataset.view = view;
   for (const name of ["chat", "steps"]) $(`${name}view`).setAttribute("aria-pressed", String(name === view));
   remember("view", view);
+  if (view === "steps") showSteps();
 }
 
 function showTheme() {
@@ -322,7 +327,8 @@ async function greet() {
 
 // -- keys and pointers -----------------------------------------------------------------------------------------
 
-const isEnter = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
+const composes = (event) => event.isComposing || event.keyCode === 229; // Safari ends a composition before its Enter
+const isEnter = (event) => event.key === "Enter" && !event.shiftKey && !composes(event);
 
 function connectTalk() {
   $("form").addEventListener("submit", (event) => { event.preventDefault(); send($("prompt").value); });
@@ -340,7 +346,7 @@ function connectTalk() {
     example.addEventListener("click", () => send(example.querySelector("span").textContent));
   }
   document.addEventListener("keydown", (event) => {
-    if (event.key !== "Escape" || $("dialog").open) return;
+    if (event.key !== "Escape" || composes(event) || $("dialog").open) return;
     state.stopper?.abort();
     showMenu(false);
   });

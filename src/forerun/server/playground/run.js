@@ -3,30 +3,21 @@ import { number } from "./dom.js";
 
 export class Run {
   constructor(name) {
-    Object.assign(this, { name, steps: [], ids: [], text: "", thinking: null, speedup: null, end: null });
+    const text = { thought: "", answer: "" }; // what the model thinks, what it says
+    Object.assign(this, { name, steps: [], ids: [], ...text, sameTokens: true, speedup: null, end: null });
   }
 
   take(event) { // raises what the server reports
     if (event.error) throw new Error(event.error.message);
-    if (event.start) this.thinking = event.start.thinking;
+    if (event.start) this.sameTokens = event.start.same_tokens;
     if (event.step) {
       this.steps.push(event.step);
       this.speedup = event.speedup ?? this.speedup;
       this.ids.push(...event.step.tokens.map((token) => token.id));
-      this.text += event.step.tokens.map((token) => token.text).join("");
     }
-    if (event.end) {
-      this.end = event.end;
-      this.text += event.end.rest;
-    }
-  }
-
-  get parts() { // [the thinking, the answer]
-    const { start, end, inside } = this.thinking ?? {};
-    const text = this.text.trimStart();
-    if (!this.thinking || !(inside || text.startsWith(start))) return ["", this.text];
-    const [thought, ...rest] = (text.startsWith(start) ? text.slice(start.length) : text).split(end);
-    return [thought.trim(), rest.join(end).trimStart()];
+    this.thought += event.delta?.reasoning_content ?? "";
+    this.answer += event.delta?.content ?? "";
+    this.end = event.end ?? this.end;
   }
 
   get rate() { // tokens per second, without the first step, which reads the prompt

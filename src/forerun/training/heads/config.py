@@ -6,7 +6,6 @@ and which data are not part of a recipe: they are named on the command line.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from forerun.errors import ConfigError
 from forerun.training.net import NetConfig
-from forerun.training.recipe import PRECISIONS, build
+from forerun.training.recipe import PRECISIONS, build, read_toml
 
 LABELS = ("target", "text")
 FREE = ("name", "run")  # fields of a recipe that may change when a training is resumed
@@ -308,13 +307,3 @@ def load_head_recipe(kind: str, path: Path | None) -> HeadRecipe:
         raise ConfigError(f"recipe {path} is for kind = {table['kind']!r}, the command trains {kind}")
     head = build(KINDS[kind], table.pop("head", {}), "head.")
     return replace(build(HeadRecipe, {**table, "kind": kind}, ""), head=head)
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Reads a TOML file; raises ConfigError."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"recipe {path} is not valid TOML: {error}") from error

@@ -9,10 +9,9 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
-from forerun.training.export import write_json
+from forerun.training.export import write_json, write_weights
 from forerun.training.heads.base import Head
 from forerun.training.tokenizer import TOKENIZER_FILES
 
@@ -34,6 +33,4 @@ def export_head(head: Head, target_folder: Path, folder: Path) -> None:
             if (target_folder / name).is_file():
                 shutil.copy(target_folder / name, folder / name)
     weights = {name: stored(tensor) for name, tensor in head.tensors().items()}
-    temporary = folder / "model.tmp"
-    temporary.write_bytes(save(weights, metadata={"format": "pt"}))
-    temporary.replace(folder / "model.safetensors")
+    write_weights(folder, weights)

@@ -63,7 +63,7 @@ def read_file(path: Path) -> Iterator[tuple[list[str], bool]]:
         raise DataError(f"{path} has an unknown ending; known are {', '.join(SUFFIXES)}, and .bin for token ids")
     try:
         raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig").replace("\r\n", "\n")
     except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}") from error
     kind = Path(path.stem).suffix if path.suffix == ".xz" else path.suffix
