@@ -39,9 +39,9 @@ STORY_REQUESTS = Wordings(
     test=("Invent a story about {about}.", "Let me hear a story about {about}.", "Story time! {About}."),
 )  # fmt: skip
 SHARES: tuple[tuple[float, Make], ...] = (
-    (0.15, facts.fact), (0.05, facts.sums), (0.01, facts.several), (0.15, skills.skill), (0.09, skills.editing),
-    (0.04, skills.changing_case), (0.02, skills.extraction), (0.08, skills.sorting), (0.11, drills.drill),
-    (0.1, elementary.elementary), (0.008, elementary.how_to), (0.012, elementary.code), (0.03, talk.talk), (0.03, talk.about_self),
+    (0.13, facts.fact), (0.05, facts.sums), (0.01, facts.several), (0.14, skills.skill), (0.08, skills.editing),
+    (0.03, skills.changing_case), (0.02, skills.extraction), (0.13, skills.sorting), (0.1, drills.drill),
+    (0.12, elementary.elementary), (0.008, elementary.how_to), (0.012, elementary.code), (0.03, talk.talk), (0.03, talk.about_self),
     (0.01, knowledge.advice), (0.008, knowledge.explanation), (0.003, knowledge.joke), (0.003, knowledge.poem),
 )  # fmt: skip
 BY_HEART = (*facts.FACTS, *elementary.BY_HEART, talk.SELF)  # kinds that may repeat
