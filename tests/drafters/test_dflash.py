@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +23,13 @@ from forerun.errors import CheckpointError, ConfigError, ModelError, Unsupported
 from forerun.models.heads import dflash
 from forerun.models.heads.dflash import read_dflash
 from forerun.models.heads.source import open_head
+from forerun.models.loader import load_model
 from forerun.quant.formats import find_format
 from forerun.runtime.depths import SlotPairs, draw_depths
 from forerun.speculation.draft import Draft
 from forerun.speculation.growth import TreeGrower
 from tests.drafters import test_eagle
+from tests.models import factory
 from tests.support import harness, heads, tiny
 from tests.support.heads import CONFIG, DRAFT_VOCAB, HEADS, HIDDEN, KV_HEADS, THETA, VOCAB, Draw, Truth, rms
 from tests.support.shared import shared_data
@@ -152,6 +154,7 @@ class Reference:
 
     layout: Layout
     tensors: dict[str, Tensor]
+    target: Truth = field(default_factory=truth)
 
     @property
     def first_slot(self) -> int:
@@ -164,10 +167,10 @@ class Reference:
     def hidden(self, known: Sequence[int], num_slots: int) -> Tensor:
         """What the output layer reads [slots, H]."""
         layout, tensors = self.layout, self.tensors
-        by_layer = truth().states(known)
+        by_layer = self.target.states(known)
         states = torch.cat([by_layer[layer] for layer in layout.states], dim=1)[: len(known) - 1]
         context = rms(states @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
-        x = truth().embedding[[known[-1], *[MASK] * (num_slots - 1)]] * layout.scale
+        x = self.target.embedding[[known[-1], *[MASK] * (num_slots - 1)]] * layout.scale
         for index in range(2):
             prefix = f"layers.{index}"
             normed = rms(x, tensors[f"{prefix}.input_layernorm.weight"])
@@ -213,7 +216,7 @@ class Reference:
     def logits(self, x: Tensor) -> Tensor:
         """Of hidden states [slots, H]."""
         own, layout = self.tensors.get("lm_head.weight"), self.layout
-        logits = x @ (truth().lm_head if own is None else own).T * layout.factor
+        logits = x @ (self.target.lm_head if own is None else own).T * layout.factor
         logits = layout.cap * torch.tanh(logits / layout.cap) if layout.cap else logits
         if own is None:
             return logits
@@ -303,6 +306,20 @@ def test_logits_are_those_of_the_formulas(layout: str, tmp_path: Path) -> None:
     assert_as_computed(heard, reference)
     most = BLOCK - reference.layout.first_slot
     assert {len(found) for _, found in heard} <= set(range(1, most + 1)) and tiny.num_accepted(stats) > 0
+
+
+@pytest.mark.parametrize(("layout", "scale"), [("z-lab", 3.0), ("flat", 4.5), ("speculators-windows", 1.0)])
+def test_a_targets_scaled_embedding_is_borrowed_by_z_labs_heads_alone(
+    layout: str, scale: float, tmp_path: Path
+) -> None:
+    fields = {"embedding_multiplier": 3.0, "num_hidden_layers": LAYERS, "max_position_embeddings": 128}
+    granite = Truth(factory.random_hf_model("granite", fields))
+    target = load_model(factory.save_checkpoint(granite.model, tmp_path / "target"), tiny.kernels()).model
+    folder, reference = make(layout, tmp_path / "head")
+    made = tiny.engine(target, options(folder))
+    heard, wanted = overhear(made, stride=2), requests(2)
+    assert tiny.run(made, wanted)[0] == tiny.run(tiny.engine(target), wanted)[0]
+    assert_as_computed(heard, Reference(replace(reference.layout, scale=scale), reference.tensors, granite))
 
 
 LIMITS = [{}, {"max_num_batched_tokens": 7}, {"num_kv_blocks": 26}, {"max_num_seqs": 2}]
@@ -585,6 +602,9 @@ TWO = {**NESTED, **SECOND}
         ("z-lab", None, {"dflash_config": {**NESTED, "target_layer_ids": []}}, UnsupportedError, "target_layer_ids"),
         ("z-lab", None, {"dflash_config": {**NESTED, "projector_type": "domino"}}, UnsupportedError, "projector_type"),
         ("z-lab", None, {"dflash_config": 3}, CheckpointError, "dflash_config"),
+        ("z-lab", None, {"is_neox_style": False}, UnsupportedError, "is_neox_style is false"),
+        ("z-lab", None, {"dflash_config": {**NESTED, "is_neox_style": False}}, UnsupportedError, "is_neox_style is"),
+        ("speculators", None, {"rope_is_neox_style": False}, UnsupportedError, "rope_is_neox_style is false"),
         ("z-lab", None, {"layer_types": [FULL]}, UnsupportedError, "layer_types"),
         ("z-lab", None, {"residual_scaling": 0.5}, UnsupportedError, "residual_scaling"),
         ("speculators", None, {"speculators_model_type": "dspark"}, UnsupportedError, "dspark"),

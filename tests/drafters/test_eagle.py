@@ -385,6 +385,47 @@ def changed(tmp_path: Path, layout: str, drop: str = "", **fields: Any) -> Path:
     return heads.write(folder, tensors, config)
 
 
+SAFEAILAB_FIELDS: dict[str, dict[str, Any]] = {
+    "the target's 40 layers": {"num_hidden_layers": 40},
+    "the target's 80 layers": {"num_hidden_layers": 80},
+    "no list of states": {"eagle_aux_hidden_state_layer_ids": []},
+    "ModelOpt's": {
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [],
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+            "parallel_draft_heads_num_layers": None,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("stated", SAFEAILAB_FIELDS)
+def test_what_config_json_copies_from_the_target_or_says_of_training_changes_no_logit(
+    stated: str, tmp_path: Path
+) -> None:
+    _, reference = make("safeailab", tmp_path)
+    folder = changed(tmp_path, "safeailab", **SAFEAILAB_FIELDS[stated])
+    made = tiny.engine(heads.target(LAYERS), options(folder, 1))
+    ear = overhear(made, stride=5)
+    assert tiny.run(made, requests(2))[0] == plain(2, 1.0)
+    assert_as_computed(ear, reference, truth().states)
+
+
+def test_layers_behind_the_midlayer_are_counted_in_the_file(tmp_path: Path) -> None:
+    draw = Draw(9)
+    tensors = eagle3_tensors("safeailab") | draw.block("layers.1", HIDDEN)
+    tensors["layers.1.input_layernorm.weight"] = draw.norm()
+    folder = heads.write(tmp_path, tensors, eagle3_config("safeailab"))
+    made = tiny.engine(heads.target(LAYERS), options(folder, 1))
+    ear = overhear(made, stride=5)
+    assert tiny.run(made, requests(2))[0] == plain(2, 1.0)
+    assert_as_computed(ear, eagle3_reference(tensors, {}), truth().states)
+
+
 @pytest.mark.parametrize(
     ("layout", "drop", "fields", "error", "says"),
     [
@@ -394,6 +435,8 @@ def changed(tmp_path: Path, layout: str, drop: str = "", **fields: Any) -> Path:
         ("safeailab", "", {"eagle_aux_hidden_state_layer_ids": [2, 9, 4]}, UnsupportedError, "2, 9, 4"),
         ("safeailab", "", {"eagle_aux_hidden_state_layer_ids": [2, 4]}, UnsupportedError, "2, 4"),
         ("safeailab", "", {"eagle_config": {"use_aux_hidden_state": False}}, UnsupportedError, "eagle_config"),
+        ("safeailab", "", {"eagle_config": {"use_mtp_layernorm": True}}, UnsupportedError, "use_mtp_layernorm is True"),
+        ("safeailab", "", {"eagle_config": {"parallel_draft_step": 4}}, UnsupportedError, "parallel_draft_step is 4"),
         ("safeailab", "", {"draft_vocab_size": 39}, CheckpointError, "tensor d2t of"),
         ("safeailab", "", {"draft_vocab_size": 400}, CheckpointError, "draft_vocab_size 400"),
         ("safeailab", "", {"use_sliding_window": True}, UnsupportedError, "sliding"),

@@ -213,3 +213,15 @@ def test_any_rope_is_read_or_refused(data: st.DataObject, model_type: str) -> No
     except (CheckpointError, UnsupportedError):
         return
     assert rope_table(config.rope, 4).isfinite().all()
+
+
+def test_what_a_file_does_not_say_is_what_transformers_takes() -> None:
+    """Mixtral's key and value heads; Gemma's activation, where a file has null for it, too."""
+    sizes = {name: value for name, value in BASE.items() if name != "num_key_value_heads"}
+    sizes |= {"num_attention_heads": 16, "hidden_size": 64}
+    assert ModelConfig.read({**sizes, "model_type": "mixtral"}, FAMILIES["mixtral"]).heads.num_kv == 8
+    assert ModelConfig.read({**sizes, "model_type": "llama"}, FAMILIES["llama"]).heads.num_kv == 16
+    gelu, silu = (
+        ModelConfig.read({**BASE, "model_type": name}, FAMILIES[name]).activation for name in ("gemma2", "llama")
+    )
+    assert read(model_type="gemma2", hidden_activation=None).activation == gelu != silu

@@ -103,6 +103,15 @@ def test_what_gguf_cannot_say_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "m.gguf").exists()
 
 
+def test_an_output_layer_that_config_json_calls_tied_is_kept(tmp_path: Path) -> None:
+    folder = factory.make_checkpoint("llama", tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    assert not config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    path = export_gguf(folder, tmp_path / "m.gguf", "F32")
+    assert torch.equal(logits(path), logits(folder))
+
+
 def test_tensors_without_a_name_are_refused(tmp_path: Path) -> None:
     folder = factory.make_checkpoint("llama", tmp_path)
     tensors = load_file(folder / "model.safetensors")

@@ -16,6 +16,7 @@ from torch import Tensor
 from forerun.kernels.ops import ExpertBiases, Kernels, PackedExperts, Routing
 from forerun.kernels.ranks import ALONE, Ranks
 from forerun.layers.linear import Linear
+from forerun.layers.lora import ADAPTED
 from forerun.layers.mlp import GatedMLP
 from forerun.layers.norm import RMSNorm
 
@@ -107,15 +108,27 @@ class MixtureOfExperts:
         """base, or 0, plus what the experts make of x."""
         if self._ranks.size > 1:
             return self._on_ranks(x, weights, base)
-        if self._packed is None:
+        if self._packed is None or self._is_adapted:
             return self._one_by_one(x, weights, base)
         return self._kernels.experts(x, weights, self._packed, base)
 
+    @property
+    def _is_adapted(self) -> bool:
+        """Whether an adapter of the pass adds to a lone expert, a shared one behind a gate."""
+        linears = self.experts[0].linears if len(self.experts) == 1 else ()
+        return any(linear in adapted.updates for adapted in ADAPTED.get() for linear in linears)
+
+    def _rows(self, weights: Tensor, index: int) -> Tensor:
+        """Those that chose an expert; all of them for a lone one, since adapters know passes of whole batches."""
+        if len(self.experts) == 1:
+            return torch.arange(weights.shape[0], device=weights.device)
+        return weights[:, index].nonzero()[:, 0]
+
     def _one_by_one(self, x: Tensor, weights: Tensor, base: Tensor | None) -> Tensor:
-        """`Kernels.experts` for matrices that are several in storage; no recorder can write this down."""
+        """`Kernels.experts`, with its bits, for adapted matrices and those that are several; no recorder takes it."""
         out = torch.zeros_like(x) if base is None else base  # [M, H]
         for index in weights.any(dim=0).nonzero()[:, 0].tolist():
-            rows = weights[:, index].nonzero()[:, 0]  # [those that chose it]
+            rows = self._rows(weights, index)
             given, expert = weights[rows, index, None], self.experts[index]
             out[rows] += expert(given * x[rows]) if self._scales_inputs else given * expert(x[rows])
         return out
@@ -127,7 +140,7 @@ class MixtureOfExperts:
         """
         ranks, pairs = self._ranks, list[tuple[GatedMLP, Tensor, Tensor]]()
         for index in weights.any(dim=0).nonzero()[:, 0].tolist():
-            rows = weights[:, index].nonzero()[:, 0]  # [those that chose it]
+            rows = self._rows(weights, index)
             pairs.append((self.experts[index], rows, weights[rows, index, None]))
         read = [given * x[rows] if self._scales_inputs else x[rows] for _, rows, given in pairs]
         inner = [expert.inner(part) for (expert, *_), part in zip(pairs, read, strict=True)]

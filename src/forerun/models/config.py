@@ -107,7 +107,7 @@ class ModelConfig:
             num_layers=num_layers,
             heads=heads if latents is not None else heads._replace(rotary_dim=rope.rotary_dim),
             shapes=shapes,
-            activation=family.gate or _read_activation(fields, family.activation),
+            activation=family.gate or _read_activation(fields, family),
             norm_eps=fields.number(family.norm_eps),
             rope=rope,
             layer_ropes=ropes,
@@ -359,8 +359,9 @@ def _latent_heads(fields: Fields, latents: LatentDims) -> HeadLayout:
     return latents.heads(num_heads)
 
 
-def _read_activation(fields: Fields, field: str) -> str:
-    name = fields.text(field, default="silu")
+def _read_activation(fields: Fields, family: Family) -> str:
+    field = family.activation
+    name = fields.text(field, default=family.defaults.get(field, "silu"))
     if name not in ACTIVATION_NAMES:
         raise UnsupportedError(
             f"config.json: {field} is {name!r}; supported are {', '.join(ACTIVATION_NAMES)}; {THROUGH_TRANSFORMERS}"

@@ -20,6 +20,7 @@ from forerun.errors import CheckpointError, UnsupportedError
 from forerun.layers.rotary import RopeSpec
 from forerun.models.config import ModelConfig
 from forerun.models.families import FAMILIES
+from forerun.models.loader import tied_as_stored
 from forerun.quant.gguf_encode import FILE_TYPES, choose_type, encode_rows
 from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.gguf_config import llama3_factors
@@ -46,7 +47,7 @@ def export_gguf(
         raise UnsupportedError(f"{folder} is none of {', '.join(ARCHITECTURES)}, the families forerun writes as GGUF")
     if checkpoint.config.get("quantization_config"):
         raise UnsupportedError(f"{folder} is quantized already; start from the unquantized checkpoint")
-    config = ModelConfig.read(checkpoint.config, family)
+    config = tied_as_stored(ModelConfig.read(checkpoint.config, family), family, checkpoint)
     tensors = [*_rope_tensors(config), *_tensors(checkpoint, config, mix)]
     metadata = {
         "general.architecture": ARCHITECTURES[config.model_type],

@@ -131,7 +131,15 @@ def choosing() -> list[Entry]:
     rows = {"logits": "*fp32", "columns": "*i64", "num_rows": "i32", "VOCAB": 128256, "PART": 2048, "KEPT": 8}
     best = {"ids_out": "*i64", "scores_out": "*fp64", "K": 3, "RANKS": 8, "JUDGES": True, "RIVALS": 8, "SCALE": 0.85}
     best |= {"LANES": 8, "NUM": 504, "BLOCK": 512, "NUM_PARTS": 63, "PARTS": 64}
-    logits = {"logits": "*fp32", "correction": "*fp32", "out": "*fp32", "factor": "fp32", "TOP_K": 8, "NORMALIZE": True}
+    logits = {
+        "logits": "*fp32",
+        "correction": "*fp32",
+        "out": "*fp32",
+        "factor": "fp32",
+        "smallest": "fp32",
+        "TOP_K": 8,
+        "NORMALIZE": True,
+    }
     deepseek = {"NUM_EXPERTS": 256, "NUM_GROUPS": 8, "SIZE": 32, "GROUPS": 8, "MEMBERS": 32, "TOP_GROUPS": 4}
     qwen = {"NUM_EXPERTS": 128, "NUM_GROUPS": 1, "SIZE": 128, "GROUPS": 1, "MEMBERS": 128, "TOP_GROUPS": 1}
     return [

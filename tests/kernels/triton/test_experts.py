@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.kernels.cases import kernels_named, rms_error
-from tests.kernels.test_experts import DEEPSEEK, LONE, MIXTRAL, QWEN, case, pack, published
+from tests.kernels.test_experts import DEEPSEEK, LFM2, LONE, MIXTRAL, QWEN, case, pack, published
 from torch import Tensor
 
 from forerun.errors import KernelError
@@ -27,7 +27,7 @@ def experts(kernels: Any, x: Tensor, weights: Tensor, packed: Any, base: Tensor 
     return kernels.experts(x.to(place), weights.to(place), packed, None if base is None else base.to(place)).cpu()
 
 
-@pytest.mark.parametrize("routing", [MIXTRAL, QWEN, DEEPSEEK, LONE])
+@pytest.mark.parametrize("routing", [MIXTRAL, QWEN, DEEPSEEK, LFM2, LONE])
 @pytest.mark.parametrize("corrected", [False, True])
 def test_weights_are_those_of_the_published_routers(kernels: Any, routing: Routing, corrected: bool) -> None:
     torch.manual_seed(0)

@@ -52,13 +52,11 @@ def route(logits: Tensor, correction: Tensor | None, routing: Routing) -> Tensor
     """See `Kernels.route`."""
     num_rows, num_experts = logits.shape
     check_routing(routing, num_experts)
-    if routing.smallest_sum != Routing._field_defaults["smallest_sum"]:
-        raise KernelError("the Triton kernels add 1e-20 to the sum of scores, and nothing else; choose --device cpu")
     out = torch.empty(num_rows, num_experts, device=logits.device)
     size = num_experts // routing.num_groups
     if num_rows:
         _route[(num_rows,)](
-            aligned(logits), logits if correction is None else correction, out, routing.scale,
+            aligned(logits), logits if correction is None else correction, out, routing.scale, routing.smallest_sum,
             NUM_EXPERTS=num_experts, NUM_GROUPS=routing.num_groups, SIZE=size,
             GROUPS=power_of_two(routing.num_groups), MEMBERS=power_of_two(size),
             TOP_K=routing.top_k, TOP_GROUPS=routing.top_groups, SIGMOID=routing.sigmoid,
@@ -127,7 +125,7 @@ def _piece(x: Tensor, weights: Tensor, packed: TritonExperts, base: Tensor | Non
 
 @triton.jit
 def _route(
-    logits, correction, out, factor,
+    logits, correction, out, factor, smallest,
     NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, SIZE: tl.constexpr,
     GROUPS: tl.constexpr, MEMBERS: tl.constexpr, TOP_K: tl.constexpr, TOP_GROUPS: tl.constexpr,
     SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr, CORRECTED: tl.constexpr,
@@ -158,7 +156,7 @@ def _route(
         choice = tl.where(index == first, float("-inf"), choice)
     weights = tl.where(chosen, scores, 0.0)
     if NORMALIZE:
-        weights = tl.div_rn(weights, tl.sum(tl.sum(weights, axis=1), axis=0) + 1e-20)
+        weights = tl.div_rn(weights, tl.sum(tl.sum(weights, axis=1), axis=0) + smallest)
     tl.store(out + row * NUM_EXPERTS + index, tl.where(broken, float("nan"), weights * factor), mask=inside)
 
 

@@ -23,7 +23,13 @@ def _experts(fields: Fields) -> ExpertsShape:
 
 MIXTRAL = Family(
     model_type="mixtral",
-    defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     fields=TRAINING_FIELDS | {"sliding_window", "num_local_experts", "num_experts_per_tok"},
     names=TensorNames(
         experts=ExpertNames(

@@ -56,7 +56,8 @@ OWN_FIELDS = words(
     "block_size mask_token_id target_layer_ids is_causal causal causal_head input_embedding_scale output_multiplier "
     "final_logit_softcapping conv_kernel_size conv_group_size selector_rank selector_top_k"
 )
-OWN_FIELDS |= ORDER_FIELDS
+HALVES = ("is_neox_style", "rope_is_neox_style")  # whether the rotation pairs numbers of the two halves of a head
+OWN_FIELDS |= ORDER_FIELDS.union(HALVES)
 HEAD_FIELDS = OWN_FIELDS | words(
     "dflash_config num_target_layers draft_vocab_size target_hidden_size aux_hidden_state_layer_ids "
     "sliding_window_non_causal sample_from_anchor transformer_layer_config speculators_config speculators_model_type "
@@ -117,6 +118,7 @@ class _DFlash:
         self.fields = Fields({**self._layers_raw, **raw, **given}, {})
         self._is_convolved = self._is_second or self.fields.integer("conv_kernel_size", default=0, minimum=0) > 0
         check_kind(source, self._kind, self.fields)
+        self._check_rotation()
         self._check_target()
         self.hidden_layers, self.shape = self._hidden_layers(), self._shape()
         self.reader = HeadReader.open(
@@ -131,7 +133,7 @@ class _DFlash:
         own_head, own_table = self.source.has("lm_head.weight"), self.source.has("embed_tokens.weight")
         lm_head = reader.linear("lm_head", self._num_drafted, size) if own_head else shared.lm_head
         table = reader.embedding("embed_tokens")
-        scale = self.fields.number("input_embedding_scale", default=1.0)
+        scale = self._embedding_scale(table)
         parts = DecoderParts(
             embedding=table if table.scale == scale else table.with_scale(scale),
             layers=layers,
@@ -159,6 +161,15 @@ class _DFlash:
             pairs=pairs,
             order=order,
         )
+
+    def _check_rotation(self) -> None:
+        """Refuse a head whose rotation pairs neighbours."""
+        for name in HALVES:
+            if self.fields.given(name) and not self.fields.flag(name):
+                raise UnsupportedError(
+                    f"{self.source.folder}: {name} is false in config.json, so that the rotation pairs neighbouring "
+                    "numbers; supported are DFlash heads with Qwen3's rotation (true), choose another head or drafter"
+                )
 
     def _check_target(self) -> None:
         """Refuse a head for a target of other sizes."""
@@ -313,6 +324,15 @@ class _DFlash:
                 f"{self.source.folder} has {part} beside a draft vocabulary of {self._num_drafted} tokens; supported "
                 f"are {kind} heads that draft all tokens of the target"
             )
+
+    def _embedding_scale(self, table: Embedding) -> float:
+        """What rows of the table are multiplied with.
+
+        z-lab's program calls the target's own embedding, which scales what it gives for some targets (Gemma's
+        sqrt(hidden_size); vLLM pull requests 40898 and 41703); speculators looks the table up as it is stored.
+        """
+        scale = self.fields.number("input_embedding_scale", default=1.0)
+        return scale if self._is_speculators or self._kind is not None else scale * table.scale
 
     def _after_head(self, vocabulary: DraftVocabulary | None) -> RowFunction | None:
         """What becomes of logits: nothing, where the target's own tables are used as they are."""

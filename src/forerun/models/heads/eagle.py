@@ -53,7 +53,16 @@ HEAD_FIELDS = FLAGS.union(MASK_TOKENS) | words(
 KINDS = ("eagle3", "peagle")  # of `speculators_model_type`
 PARALLEL_DRAFTS = 8  # of P-EAGLE, where config.json does not say
 EAGLE_CONFIG = words("eagle_aux_hidden_state_layer_ids use_aux_hidden_state")
+COMPUTED = {  # what NVIDIA's ModelOpt says there, and the only thing that is computed here
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": 1,
+}
 SECTION = "transformer_layer_config"
+MIDLAYER = "midlayer"  # SafeAILab's name of the first layer
 NUM_STATES = 3
 INERT = frozenset({"t2d"})  # a mask of the target tokens that d2t lists
 MAX_LAYERS = 64
@@ -79,7 +88,7 @@ def read_eagle(
             f"{source.folder} holds a speculator of type {source.config['speculators_model_type']!r}; the eagle "
             f"drafter reads types {' and '.join(KINDS)}; choose another drafter, or a head of these"
         )
-    for prefix in ("midlayer", "layers.0"):
+    for prefix in (MIDLAYER, "layers.0"):
         if source.has(f"{prefix}.hidden_norm.weight"):
             return _Eagle3(source, target, kernels, prefix, choose_format, kept).read()
     if source.has("fc.weight") and source.has("layers.0.post_attention_layernorm.weight"):
@@ -147,6 +156,14 @@ def _num_layers(raw: Mapping[str, Any]) -> int:
     return Fields(raw, {}).integer("num_hidden_layers", default=1, maximum=MAX_LAYERS)
 
 
+def _num_stored(source: Checkpoint) -> int:
+    """Layers in a file whose first one has another name than the others."""
+    num = 1
+    while source.has(f"layers.{num}.post_attention_layernorm.weight"):
+        num += 1
+    return num
+
+
 # -- EAGLE-3 -------------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +214,8 @@ class _Eagle3:
         layers_raw = raw if section is None else section
         self.source, self.target, self.prefix = source, target, prefix
         self.fields = Fields({**layers_raw, **raw}, {})
-        self.num_layers = _num_layers(layers_raw)
+        # SafeAILab's files may state the target's layers: what they hold counts.
+        self.num_layers = _num_stored(source) if prefix == MIDLAYER else _num_layers(layers_raw)
         check_hidden_size(source, self.fields, target)
         self.reader = HeadReader.open(
             source, layers_raw, HEAD_FIELDS, prefix, target, kernels, choose_format, kept=kept
@@ -288,22 +306,29 @@ class _Eagle3:
         """The target's hidden states that are fused, where state i is the output of layer i - 1.
 
         At the top level of config.json (speculators, vLLM) `eagle_aux_hidden_state_layer_ids` lists states; inside
-        `eagle_config` (SpecForge, SGLang) it lists layers, and the output of layer i is state i + 1.
+        `eagle_config` (SpecForge, SGLang) it lists layers, and the output of layer i is state i + 1. An empty list
+        (ModelOpt) is none.
         """
         nested = self.fields.get("eagle_config") or {}
         if (
             not isinstance(nested, Mapping)
-            or set(nested) - EAGLE_CONFIG
+            or set(nested) - EAGLE_CONFIG - set(COMPUTED)
             or not nested.get("use_aux_hidden_state", True)
         ):
             raise UnsupportedError(
                 f"{self.source.folder}: eagle_config in config.json is {str(nested)[:80]}; supported is an object of "
-                f"{', '.join(sorted(EAGLE_CONFIG))}, and only heads that use the three states"
+                f"{', '.join(sorted(EAGLE_CONFIG.union(COMPUTED)))}, and only heads that use the three states"
             )
+        for name, value in COMPUTED.items():
+            if nested.get(name) not in (None, value):
+                raise UnsupportedError(
+                    f"{self.source.folder}: {name} is {nested[name]!r} in config.json's eagle_config; supported are "
+                    f"heads with {value!r}"
+                )
         name, total = "eagle_aux_hidden_state_layer_ids", num_layers(self.target)
-        if self.fields.given(name):
+        if self.fields.given(name) and self.fields.get(name) != []:
             return self._checked(self.fields.get(name), 0)
-        if nested.get(name) is not None:
+        if nested.get(name) not in (None, []):
             return self._checked(nested[name], 1)
         return self._checked([2, total // 2, total - 3], 0)
 
