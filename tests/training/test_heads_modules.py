@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.models import factory
 from torch import Tensor
 from torch.nn import functional as F
 
 from forerun.errors import ConfigError
+from forerun.models.decoder import Decoder
+from forerun.models.heads.dflash import read_dflash
+from forerun.models.heads.head import DraftHead
+from forerun.models.heads.mtp import open_mtp, read_mtp
+from forerun.models.heads.source import open_head
+from forerun.models.loader import load_model
+from forerun.models.medusa_heads import load_medusa
 from forerun.training.heads.acceptance import AcceptanceTally, guess, matches_of, walk
 from forerun.training.heads.base import Features, Head, States
 from forerun.training.heads.config import DFlashConfig, DraftConfig, Eagle3Config, HeadConfig, MedusaConfig, MtpConfig
-from forerun.training.heads.cross_entropy import weighted_cross_entropy
+from forerun.training.heads.cross_entropy import capped, weighted_cross_entropy
 from forerun.training.heads.dflash import DFlashHead, fused_layers
 from forerun.training.heads.draft import DraftModelTraining
 from forerun.training.heads.eagle3 import Eagle3Head
-from forerun.training.heads.feed import captured_layers
+from forerun.training.heads.engine_target import EngineTarget
+from forerun.training.heads.export import export_head
+from forerun.training.heads.feed import OnlineFeed, captured_layers
 from forerun.training.heads.loss import HeadLoss, step_weights
 from forerun.training.heads.medusa import MedusaHead
 from forerun.training.heads.mtp import MtpHead
+from forerun.training.heads.rows import Rows
 from forerun.training.heads.target import NetTarget
+from forerun.training.heads.train import measure
 from forerun.training.heads.unrolled import UnrolledAttention, UnrolledKV
 from forerun.training.heads.vocabulary import LearnedVocabulary, frequent_tokens, whole_vocabulary
 from forerun.training.net import Net, NetConfig, rotate
@@ -438,6 +452,67 @@ def test_acceptance_of_a_hand_made_case() -> None:
     assert found.by_depth == pytest.approx((4 / 5, 1 / 3))
 
 
+def test_answers_shorter_than_a_chain_are_measured(target: NetTarget) -> None:
+    head = DFlashHead(target, DFlashConfig(block_size=8, num_layers=1))
+    feed = OnlineFeed(Rows.of([[5, 6, 7, 8, 9]], [2]), target, captured_layers(head, target))
+    found = measure(HeadLoss(head, target, "target", step_weights(7, 0.5)), feed)
+    assert 1 <= found.length <= 2 and len(found.by_depth) == 7
+    assert found.by_depth[2:] == (0,) * 5, "of the root x_2 there are two tokens to guess"
+
+
+SCALED: dict[str, dict[str, Any]] = {
+    "granite": {"logits_scaling": 8.0, "embedding_multiplier": 3.0},
+    "cohere2": {"logit_scale": 0.3},
+    "gemma2": {"final_logit_softcapping": 2.0},
+}
+
+
+def scaled(model_type: str, folder: Path) -> tuple[Decoder, EngineTarget]:
+    """A random model whose logits are not those of its output layer, and the same for training."""
+    model = factory.random_hf_model(model_type, SCALED[model_type])
+    model = model.to(torch.bfloat16).float()  # which exports of heads keep
+    loaded = load_model(factory.save_checkpoint(model, folder), factory.make_kernels())
+    assert isinstance(loaded.model, Decoder)
+    return loaded.model, EngineTarget(loaded)
+
+
+@pytest.mark.parametrize("model_type", SCALED)
+def test_aims_are_the_distributions_that_the_engine_draws_from(model_type: str, tmp_path: Path) -> None:
+    model, target = scaled(model_type, tmp_path)
+    head, depth = MedusaHead(target, MedusaConfig(), whole_vocabulary(model.vocab_size)), target.shape.num_layers
+    found = factory.Runner(model, NUM_TOKENS).span(range(3, 3 + NUM_TOKENS), hidden=(depth + 1,))
+    aims, _ = HeadLoss(head, target, "target", [1.0]).aims(found.hidden[depth + 1])
+    torch.testing.assert_close(aims, found.logits.softmax(-1), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", SCALED)
+def test_heads_are_served_with_the_tables_they_were_trained_with(model_type: str, tmp_path: Path) -> None:
+    """What they borrow of a target that scales its embeddings, and scales or caps its logits."""
+    model, target = scaled(model_type, tmp_path / "target")
+    kernels, ids = factory.make_kernels(), torch.arange(5)
+    x = torch.randn(3, target.shape.hidden_size, generator=torch.Generator().manual_seed(1))
+    logits, cap = x @ target.head.T, target.logit_cap
+    medusa = MedusaHead(target, MedusaConfig(num_heads=1, shared_head=True), whole_vocabulary(model.vocab_size))
+    export_head(medusa, tmp_path, tmp_path / "medusa")
+    heads = load_medusa(tmp_path / "medusa", model, kernels)
+    assert heads.linears[-1] is model.parts.lm_head
+    torch.testing.assert_close(heads.compute(x, 1), logits)  # new blocks change nothing
+    export_head(DFlashHead(target, DFlashConfig(block_size=4, num_layers=1)), tmp_path, tmp_path / "dflash")
+    parts = read_dflash(open_head(tmp_path / "dflash"), model, kernels).decoder.parts
+    found = parts.lm_head(x) if parts.after_head is None else parts.after_head(parts.lm_head(x))
+    torch.testing.assert_close(found, logits)
+    torch.testing.assert_close(parts.embedding(ids), target.embedding[ids])
+    mtp = MtpHead(target, MtpConfig(num_steps=1))
+    export_head(mtp, tmp_path, tmp_path / "mtp")
+    module = read_mtp(open_mtp(tmp_path / "mtp"), model, kernels)
+    assert isinstance(module, DraftHead)
+    torch.testing.assert_close(module.parts.exit.logits(x), capped(logits, cap))
+    torch.testing.assert_close(module.parts.embedding(ids), target.embedding[ids])
+    window = torch.arange(3, 3 + NUM_TOKENS)[None]
+    learned = mtp.features(target.states(window, mtp.layers), window)[0]
+    assert learned.table.equal(target.head) and learned.cap == cap
+
+
 def test_blockwise_attention_equals_the_table_of_scores() -> None:
     """Outputs and gradients, in a third step with two keys of later steps."""
     torch.manual_seed(4)
@@ -454,20 +529,25 @@ def test_blockwise_attention_equals_the_table_of_scores() -> None:
         torch.testing.assert_close(plain, fast, rtol=1e-4, atol=1e-5)
 
 
-def test_fused_cross_entropy_equals_the_plain_one() -> None:
+@pytest.mark.parametrize("cap", [0.0, 0.7])
+def test_fused_cross_entropy_equals_the_plain_one(cap: float) -> None:
     torch.manual_seed(6)
     rows, table = torch.randn(300, 5, requires_grad=True), torch.randn(11, 5, requires_grad=True)
     aims, places, weights = torch.randn(40, 11).softmax(-1), torch.randint(0, 40, (300,)), torch.rand(300)
-    plain = -(weights * (aims[places] * (rows @ table.T).log_softmax(-1)).sum(-1)).sum()
-    fast = weighted_cross_entropy(rows, table, aims, places, weights)
+    logits = rows @ table.T
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    plain = -(weights * (aims[places] * logits.log_softmax(-1)).sum(-1)).sum()
+    fast = weighted_cross_entropy(rows, table, aims, places, weights, cap)
     torch.testing.assert_close(plain, fast)
     for expected, found in zip(*(torch.autograd.grad(3 * x, (rows, table)) for x in (plain, fast)), strict=True):
         torch.testing.assert_close(expected, found)
 
 
-def test_the_traced_loss_equals_the_plain_one(target: NetTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cap", [0.0, 0.7])
+def test_the_traced_loss_equals_the_plain_one(cap: float, target: NetTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch.compile traces, forwards and backwards; generating code for it would take a test too long."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    target.logit_cap = cap
     head = shaken(MtpHead(target, MtpConfig(num_steps=2))).requires_grad_()
     states, ids = inputs(target, head)
     answer, final = torch.ones_like(ids, dtype=torch.bool), target.states(ids, ())[SHAPE.num_layers + 1]

@@ -212,6 +212,13 @@ def test_a_run_is_kept_until_new_data_is_read(target: Path, tmp_path: Path) -> N
         train_head(recipe, replace(fresh, data=(run / "data" / "heldout.jsonl",)), HeadConsole())
     with pytest.raises(CheckpointError, match="start_from"):
         train_head(replace(recipe, start_from=str(tmp_path)), fresh, HeadConsole())
+    shutil.copytree(run / "export", tmp_path / "export")
+    deeper = replace(recipe, head=replace(recipe.head, num_layers=2), start_from=str(tmp_path / "export"))
+    with pytest.raises(CheckpointError, match=r"export and \[head\] differ in blocks\.0\.layers\.1\.bias"):
+        train_head(deeper, fresh, HeadConsole())
+    eagle = recipe_of("eagle3", tmp_path)
+    with pytest.raises(ConfigError, match=r"head\.aux_layers = \[0, 1, 9\]"):
+        train_head(replace(eagle, head=replace(eagle.head, aux_layers=(0, 1, 9))), fresh, HeadConsole())
     assert kept == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 

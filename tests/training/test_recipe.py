@@ -43,6 +43,8 @@ def test_committed_recipes_load(path: Path) -> None:
         ("seed = 3", "seed = 3\nprompt_weight = 1.5", "prompt_weight = 1.5 must lie between 0 and 1"),
         ("num_kv_heads = 1", "num_kv_heads = 3", "num_kv_heads 3"),
         ("seq_len = 16", "seq_len = 17", "schedule.seq_len"),
+        ("max_positions = 256", "max_positions = 15", "schedule.seq_len 16 exceeds model.max_positions 15; lower"),
+        ("max_positions = 256", "max_positions = 31", "schedule.decay_seq_len 32 exceeds model.max_positions 31;"),
         ("tokens_per_step = 128", "tokens_per_step = 100", "schedule.tokens_per_step"),
         ("decay_steps = 3", "decay_steps = 9", "exceed schedule.steps"),
         ("warmup_steps = 2", "warmup_steps = 0", "schedule.warmup_steps"),

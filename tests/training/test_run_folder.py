@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from forerun.errors import DataError, TrainingError
+from forerun.errors import CheckpointError, DataError, TrainingError, VocabularyError
 from forerun.training.checkpoint import LAST, STABLE
 from forerun.training.console import Console
 from forerun.training.lm import train_lm
-from forerun.training.recipe import Recipe
+from forerun.training.recipe import DistillConfig, Recipe
 from forerun.training.run_folder import clear, open_run
 
 LEFT = (LAST, STABLE, "metrics.json", "loss.png", "data/answers.jsonl", "export/model.safetensors")
@@ -51,8 +51,19 @@ def test_a_run_is_kept_until_new_data_is_read(recipe: Recipe, tmp_path: Path) ->
     with pytest.raises(TrainingError, match="asks for 60000"):
         train_lm(rich, tmp_path / "run", True, Console())
     lost = replace(recipe, start_from=str(tmp_path / "gone"))
-    with pytest.raises(TrainingError, match=r"gone, whose tokenizer the recipe takes, has no tokenizer\.json"):
+    with pytest.raises(CheckpointError, match="gone is no model exported by"):
         train_lm(lost, tmp_path / "run", True, Console())
+    assert train_lm(recipe, tmp_path / "first", False, Console())
+    first = tmp_path / "first" / "export"
+    wider = replace(recipe, start_from=str(first), model=replace(recipe.model, ffn_size=64))
+    with pytest.raises(TrainingError, match="another shape"):
+        train_lm(wider, tmp_path / "run", True, Console())
+    fewer = replace(recipe, model=replace(recipe.model, vocab_size=299), distill=DistillConfig(str(first), 512, 0.5))
+    with pytest.raises(VocabularyError, match="the teacher has 300 tokens"):
+        train_lm(fewer, tmp_path / "run", True, Console())
+    (first / "tokenizer.json").unlink()
+    with pytest.raises(TrainingError, match=r"export, whose tokenizer the recipe takes, has no tokenizer\.json"):
+        train_lm(replace(recipe, start_from=str(first)), tmp_path / "run", True, Console())
     assert all((tmp_path / "run" / name).is_file() for name in LEFT)
     assert train_lm(recipe, tmp_path / "run", True, Console())
     assert (tmp_path / "run" / LAST).read_bytes() != b"x"

@@ -18,6 +18,7 @@ from forerun.training.checkpoint import find_checkpoint, read_checkpoint, write_
 from forerun.training.console import Console
 from forerun.training.distill import continue_text, draw_ids
 from forerun.training.export import export_model, load_model
+from forerun.training.heldout import EVAL_BATCH, Heldout, acceptance_rate
 from forerun.training.lm import make_net, train_lm
 from forerun.training.net import Net
 from forerun.training.recipe import DistillConfig, Recipe
@@ -198,6 +199,20 @@ def test_drawn_ids_follow_the_distribution() -> None:
     wanted = torch.tensor([0.0, 0.5, 0.2, 0.0, 0.3, 0.0])
     drawn = draw_ids(wanted.expand(20_000, 6), torch.Generator().manual_seed(0))
     torch.testing.assert_close(drawn.flatten().bincount(minlength=6) / 20_000, wanted, rtol=0, atol=0.015)
+
+
+def test_acceptance_counts_every_window_alike(recipe: Recipe) -> None:
+    torch.manual_seed(0)
+    draft, target = Net(recipe.model), Net(recipe.model)
+    for weight in (*draft.parameters(), *target.parameters()):
+        torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.3)
+    windows = torch.randint(0, 300, (EVAL_BATCH + 1, 7))
+    with torch.no_grad():
+        both = torch.minimum(draft(windows[:, :-1]).softmax(-1), target(windows[:, :-1]).softmax(-1)).sum(-1)
+    wanted, batches = both.mean(), (both[:EVAL_BATCH].mean() + both[EVAL_BATCH:].mean()) / 2
+    assert abs(wanted - batches) > 1e-3, "the batch of one window must differ"
+    found = acceptance_rate(draft, target, Heldout({"stories": windows}, torch.ones(300)))
+    assert found["stories"] == pytest.approx(float(wanted), abs=1e-6)
 
 
 def test_command_trains_and_reports(recipe_path: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from forerun.training.losses import Loss, PromptWeights, distillation_loss, next
 from forerun.training.net import Net, NetConfig
 from forerun.training.plots import NO_PICTURE, draw_history
 from forerun.training.prepare import Prepared, Report, prepare
-from forerun.training.recipe import Recipe
+from forerun.training.recipe import DistillConfig, Recipe
 from forerun.training.run_folder import open_run
 from forerun.training.tokenizer import token_lens_bytes
 from forerun.training.train import Trainer
@@ -38,6 +38,7 @@ def train_lm(recipe: Recipe, folder: Path, fresh: bool, console: Console) -> boo
     check_device(recipe)
     named = (recipe.data.dir, recipe.data.generated_dir, recipe.data.bench_dir, recipe.tokenizer_from)
     open_run(folder, fresh, [Path(name) for name in (*named, recipe.start_from) if name])
+    check_networks(recipe)
     prepared = prepare(recipe, folder, console.say, fresh)
     trainer = make_trainer(recipe, prepared, folder, console)
     console.say("going on from a checkpoint" if trainer.resume() else "starting anew")
@@ -74,6 +75,20 @@ def make_net(recipe: Recipe) -> Net:
     return net.to(recipe.run.device)
 
 
+def load_teacher(recipe: Recipe, distill: DistillConfig) -> Net:
+    """Reads the network to imitate; raises VocabularyError if it has another number of tokens."""
+    teacher = load_model(Path(distill.teacher)).to(recipe.run.device)
+    check_same_vocabulary(teacher, recipe.model.vocab_size)
+    return teacher
+
+
+def check_networks(recipe: Recipe) -> None:
+    """Raises what making the networks does, before an earlier run is deleted."""
+    make_net(recipe)
+    if recipe.distill is not None:
+        load_teacher(recipe, recipe.distill)
+
+
 def make_heldout(recipe: Recipe, prepared: Prepared) -> Heldout:
     """Picks the held-out windows of a run."""
     tokens = {name: load_tokens(prepared.folder, name, "heldout") for name in recipe.mix}
@@ -89,8 +104,7 @@ def make_loss(
         counts_all = recipe.prompt_weight == 1.0
         weigh = None if counts_all else PromptWeights.of(prepared.tokenizer, recipe.prompt_weight)
         return next_token_loss(net, recipe.run, weigh), recipe.mix
-    teacher = load_model(Path(recipe.distill.teacher)).to(recipe.run.device)
-    check_same_vocabulary(teacher, recipe.model.vocab_size)
+    teacher = load_teacher(recipe, recipe.distill)
     train[OWN_TEXT] = sample_own_text(recipe, teacher, train, prepared.folder, console.say)
     share = recipe.distill.sample_share
     weights = {**recipe.mix, OWN_TEXT: sum(recipe.mix.values()) * share / (1 - share)}

@@ -169,6 +169,12 @@ class Recipe:
             raise ConfigError("prompt_weight is for training on text; leave it out beside [distill]")
         if not self.mix:
             raise ConfigError("mix names no source; give at least one with its weight")
+        for name in ("seq_len", "decay_seq_len"):
+            if (found := getattr(self.schedule, name)) > self.model.max_positions:
+                raise ConfigError(
+                    f"schedule.{name} {found} exceeds model.max_positions {self.model.max_positions}; lower the one or "
+                    "raise the other"
+                )
 
 
 def load_recipe(path: Path) -> Recipe:

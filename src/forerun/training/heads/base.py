@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from forerun.training.heads.cross_entropy import capped
 from forerun.training.heads.vocabulary import LearnedVocabulary
 
 States = Mapping[int, Tensor]  # layer, in the numbering of `models.base`, -> [batch, T, hidden]
@@ -34,12 +35,13 @@ class Frozen(nn.Module):
 class Features(NamedTuple):
     """The logits of one step are rows [batch, T - 2 - j, hidden] times the transposed table [draft vocab, hidden].
 
-    learned [T - 2 - j]: the entries that were computed, where these are not all.
+    learned [T - 2 - j]: the entries that were computed, where these are not all. cap: see `cross_entropy.capped`.
     """
 
     rows: Tensor
     table: Tensor
     learned: Tensor | None = None
+    cap: float = 0.0
 
 
 class Head(nn.Module, ABC):
@@ -59,7 +61,7 @@ class Head(nn.Module, ABC):
 
     def unroll(self, states: States, ids: Tensor) -> list[Tensor]:
         """Guesses along `ids` [batch, T] -> logits of every step j, [batch, T - 2 - j, draft vocab]."""
-        return [F.linear(found.rows, found.table) for found in self.features(states, ids)]
+        return [capped(F.linear(found.rows, found.table), found.cap) for found in self.features(states, ids)]
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:

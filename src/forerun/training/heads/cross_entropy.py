@@ -14,15 +14,26 @@ import torch
 from torch import Tensor
 
 BLOCK_ROWS = 128  # times a vocabulary of a few thousand float32: fits into a cache
-Block = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Block = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
-def block_of_rows(logits: Tensor, aims: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """logits and aims [rows, vocab], weights [rows, 1] -> the weighted cross-entropy and its gradient by the logits."""
-    given = logits.float().log_softmax(-1)
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), as models with a soft cap of their logits compute them; the logits where cap is 0."""
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def block_of_rows(logits: Tensor, aims: Tensor, weights: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """The weighted cross-entropy of capped logits, and its gradient by the logits before that.
+
+    logits and aims [rows, vocab], weights [rows, 1].
+    """
+    bounded = capped(logits.float(), cap)
+    given = bounded.log_softmax(-1)
     aimed = aims.float()
     # sum(aims) is one up to rounding, which matters where aims are kept in bfloat16
     gradient = weights * (given.exp() * aimed.sum(-1, keepdim=True) - aimed)
+    if cap:
+        gradient = gradient * (1 - (bounded / cap).square())
     return -(weights * (aimed * given).sum(-1, keepdim=True)).sum(), gradient.to(logits.dtype)
 
 
@@ -37,6 +48,7 @@ class FusedCrossEntropy(torch.autograd.Function):
         aims: Tensor,
         places: Tensor,
         weights: Tensor,
+        cap: float,
         block: Block,
         dtype: torch.dtype,
     ) -> Tensor:
@@ -47,7 +59,7 @@ class FusedCrossEntropy(torch.autograd.Function):
         inputs, matrix = rows.to(dtype), table.to(dtype)
         for first in range(0, len(rows), BLOCK_ROWS):
             part = slice(first, first + BLOCK_ROWS)
-            loss, gradient = block(inputs[part] @ matrix.T, aims[places[part]], weights[part, None])
+            loss, gradient = block(inputs[part] @ matrix.T, aims[places[part]], weights[part, None], cap)
             total += loss
             for_rows[part] = gradient @ matrix
             if for_table is not None:
@@ -59,19 +71,20 @@ class FusedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Any) -> Any:
         """The gradients that the forward pass kept."""
         for_rows, *for_table = ctx.saved_tensors
-        return for_rows * outputs[0], (for_table[0] * outputs[0]) if for_table else None, *([None] * 5)
+        return for_rows * outputs[0], (for_table[0] * outputs[0]) if for_table else None, *([None] * 6)
 
 
 def weighted_cross_entropy(
-    rows: Tensor, table: Tensor, aims: Tensor, places: Tensor, weights: Tensor, block: Block = block_of_rows
-) -> Tensor:
+    rows: Tensor, table: Tensor, aims: Tensor, places: Tensor, weights: Tensor, cap: float = 0.0,
+    block: Block = block_of_rows,
+) -> Tensor:  # fmt: skip
     """-sum_i weight_i sum_v aim_iv log softmax(rows_i table^T)_v; sums are in float32, products as autocast says.
 
     rows [n, hidden], table [vocab, hidden], weights [n]; the aim of row i is aims[places_i], [vocab], and takes no
-    gradient. block computes `block_of_rows`, perhaps compiled.
+    gradient. cap: of the logits rows_i table^T, see `capped`. block computes `block_of_rows`, perhaps compiled.
     """
     device = rows.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
     return torch.as_tensor(
-        FusedCrossEntropy.apply(rows, table, aims, places, weights, block, dtype)  # type: ignore[no-untyped-call]
+        FusedCrossEntropy.apply(rows, table, aims, places, weights, cap, block, dtype)  # type: ignore[no-untyped-call]
     )

@@ -119,7 +119,7 @@ class DFlashHead(Head):
 
     def __init__(self, target: TrainingTarget, config: DFlashConfig) -> None:
         super().__init__()
-        self.target_shape, self.settings = target.shape, config
+        self.target_shape, self.settings, self.logit_scale = target.shape, config, target.logit_scale
         self.shape = config.shape_in(target.shape)
         self.vocabulary, self.num_steps = whole_vocabulary(target.shape.vocab_size), config.block_size - 1
         self.layers = fused_layers(config.aux_layers, target.shape.num_layers)
@@ -179,7 +179,8 @@ class DFlashHead(Head):
         return dict(self.net.state_dict())
 
     def config(self) -> dict[str, Any]:
-        """See `Head`. `target_layer_ids` counts the first layer as 0."""
+        """See `Head`. `target_layer_ids` counts the first layer as 0; the target's output layer is read as stored."""
+        scaled = {"output_multiplier": self.logit_scale} if self.logit_scale != 1.0 else {}
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
@@ -188,6 +189,7 @@ class DFlashHead(Head):
             "dflash_config": {
                 "mask_token_id": self.mask_token_id,
                 "target_layer_ids": [layer - 1 for layer in self.layers],
+                **scaled,
             },
             "num_target_layers": self.target_shape.num_layers,
             "rope_scaling": None,

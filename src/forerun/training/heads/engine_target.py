@@ -54,7 +54,8 @@ class EngineTarget:
         self.model: Model = with_states(model, RecurrentStates(specs, 1, model.device)) if specs else model
         self.shape = head_shape(config, model.max_position)
         self.embedding = model.parts.embedding(torch.arange(model.vocab_size)).float()  # [vocab, hidden]
-        self.head = model.parts.lm_head.weight.dequantize().float()  # [vocab, hidden]
+        self.logit_scale, self.logit_cap = config.scales.logits, config.scales.logits_cap
+        self.head = model.parts.lm_head.weight.dequantize().float() * self.logit_scale  # [vocab, hidden]
         self.final_norm: Norm = DecoderNorm(model)
         self.eos_token_id = config.eos_token_ids[0] if config.eos_token_ids else None
 

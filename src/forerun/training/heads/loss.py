@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from forerun.training.heads.base import Features, Frozen, Head, States, rows_of_step
-from forerun.training.heads.cross_entropy import BLOCK_ROWS, Block, block_of_rows, weighted_cross_entropy
+from forerun.training.heads.cross_entropy import BLOCK_ROWS, Block, block_of_rows, capped, weighted_cross_entropy
 from forerun.training.heads.target import TrainingTarget
 
 
@@ -36,7 +36,7 @@ class HeadLoss(nn.Module):
     ) -> None:
         """compiled: fuse operations by torch.compile, which pays if all batches have one shape."""
         super().__init__()
-        self.head, self.labels, self.weights = head, labels, tuple(weights)
+        self.head, self.labels, self.weights, self.logit_cap = head, labels, tuple(weights), target.logit_cap
         self.block: Block = torch.compile(block_of_rows, dynamic=True) if compiled else block_of_rows
         self.features = torch.compile(head.features, dynamic=False) if compiled else head.features
         vocabulary = head.vocabulary
@@ -71,9 +71,9 @@ class HeadLoss(nn.Module):
         if self.labels == "target":
             places = rows_of_step(wanted.places, step, 2 + step).flatten()[counted]
             weights = torch.full((len(rows),), 1 / len(rows), device=rows.device)
-            return weighted_cross_entropy(rows, features.table, wanted.aims, places, weights, self.block)
+            return weighted_cross_entropy(rows, features.table, wanted.aims, places, weights, features.cap, self.block)
         labels = rows_of_step(wanted.labels, step, 2 + step).flatten()[counted]
-        return F.cross_entropy(F.linear(rows, features.table).float(), labels)
+        return F.cross_entropy(capped(F.linear(rows, features.table).float(), features.cap), labels)
 
     def wanted(self, ids: Tensor, answer: Tensor, final: Tensor) -> Wanted:
         """The predictions wanted along a window."""
@@ -99,7 +99,7 @@ class HeadLoss(nn.Module):
         for first in range(0, len(states), BLOCK_ROWS):
             part = slice(first, first + BLOCK_ROWS)
             logits = F.linear(states[part], self.known.table)  # [block, draft vocab]
-            aims[part] = logits.float().softmax(-1).to(dtype)
+            aims[part] = capped(logits.float(), self.logit_cap).softmax(-1).to(dtype)
             if len(self.unknown.table):
                 best_is_known[part] = logits.amax(-1) >= F.linear(states[part], self.unknown.table).amax(-1)
         return aims, best_is_known

@@ -42,6 +42,7 @@ class MedusaHead(Head):
     def __init__(self, target: TrainingTarget, config: MedusaConfig, vocabulary: LearnedVocabulary) -> None:
         super().__init__()
         self.settings, self.vocabulary, self.target_shape = config, vocabulary, target.shape
+        self.logit_scale = target.logit_scale if config.shared_head else 1.0  # heads of their own are trained with it
         self.num_steps = config.num_heads
         self.layers = (target.shape.num_layers + 1,)
         size = target.shape.hidden_size
@@ -69,16 +70,17 @@ class MedusaHead(Head):
         ]
 
     def tensors(self) -> dict[str, Tensor]:
-        """See `Head`."""
+        """See `Head`. The target's output layer is written as the target stores it, to be known as the same."""
         found = dict(self.state_dict())
         if self.settings.shared_head:
-            found["lm_head.weight"] = self.lm_head.table
+            found["lm_head.weight"] = self.lm_head.table / self.logit_scale
         if not self.vocabulary.is_whole:
             found["token_map"] = self.vocabulary.token_ids
         return found
 
     def config(self) -> dict[str, Any]:
         """See `Head`."""
+        scaled = {"logit_scale": self.logit_scale} if self.logit_scale != 1.0 else {}
         return {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
@@ -89,5 +91,6 @@ class MedusaHead(Head):
             "num_hidden_layers": self.settings.num_layers,
             "medusa_fc_bias": True,
             "original_lm_head": self.settings.shared_head,
+            **scaled,
             "torch_dtype": "bfloat16",
         }

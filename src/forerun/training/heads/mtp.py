@@ -2,7 +2,7 @@
 
 Knows the module, its parameter names (`model.mtp_layers.0.*`) and its config.json. The state comes first in the
 concatenation; the target's states are those before its final norm; the block's output before `final_layernorm` is
-fed back. Embedding and output layer are the target's. Knows nothing of losses.
+fed back. Embedding and output layer are the target's, with the cap of its logits. Knows nothing of losses.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MtpHead(Head):
         init_linears(self)
         pass_through(self.input_proj, 0)  # the state
         self.final_layernorm.weight = copied(target.final_norm.weight)
-        self.embedding, self.output = Frozen(target.embedding), Frozen(target.head)
+        self.embedding, self.output, self.logit_cap = Frozen(target.embedding), Frozen(target.head), target.logit_cap
         self.tables = Tables(*rotary_tables(shape))
 
     def step(self, embedded: Tensor, state: Tensor, past: UnrolledKV) -> Tensor:
@@ -68,7 +68,7 @@ class MtpHead(Head):
         for step in range(self.num_steps):
             rows = ids.shape[1] - 2 - step
             state = self.step(rows_of_step(embedded, step, 1 + step), state[:, :rows], past)
-            found.append(Features(self.final_layernorm(state), self.output.table))
+            found.append(Features(self.final_layernorm(state), self.output.table, cap=self.logit_cap))
         return found
 
     def tensors(self) -> dict[str, Tensor]:

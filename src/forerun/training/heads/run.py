@@ -17,7 +17,7 @@ import torch
 from forerun.errors import ConfigError, ResourceError, UnsupportedError
 from forerun.kernels.select import select_kernels
 from forerun.models.loader import load_model
-from forerun.training.heads.build import make_head, read_start
+from forerun.training.heads.build import make_head
 from forerun.training.heads.capture import capture, rows_within
 from forerun.training.heads.config import FREE, HeadJob, HeadRecipe
 from forerun.training.heads.console import HeadConsole
@@ -57,7 +57,7 @@ def make_trainer(recipe: HeadRecipe, job: HeadJob, console: HeadConsole) -> Head
     """Loads the target, prepares the data and makes the head."""
     check_exportable(recipe.kind, resolve_model(job.target))
     target = load_target(job.target, job.device)
-    read_start(recipe, target)  # fails before an earlier run is deleted
+    make_head(recipe, target, torch.zeros(target.shape.vocab_size))  # fails before an earlier run is deleted
     data = prepare(recipe, job, target, console.say)
     head = make_head(recipe, target, data.train.counts(target.shape.vocab_size))
     feed = make_feed(recipe, job, data.train, target, captured_layers(head, target), console.say)

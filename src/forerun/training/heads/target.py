@@ -34,7 +34,9 @@ class TrainingTarget(Protocol):
 
     shape: NetConfig
     embedding: Tensor  # [vocab, hidden]
-    head: Tensor  # [vocab, hidden], the output layer
+    head: Tensor  # [vocab, hidden], the output layer, with `logit_scale` in it
+    logit_scale: float
+    logit_cap: float  # logits l become cap * tanh(l / cap); 0: they stay
     final_norm: Norm
     eos_token_id: int | None
 
@@ -49,6 +51,7 @@ class NetTarget:
         self.net = net.to(device).requires_grad_(False).eval()
         self.shape, self.eos_token_id = net.config, eos_token_id
         self.embedding = self.head = net.model.embed_tokens.weight.detach()
+        self.logit_scale, self.logit_cap = 1.0, 0.0
         self.final_norm: Norm = net.model.norm
 
     @torch.no_grad()

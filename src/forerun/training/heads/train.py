@@ -183,7 +183,8 @@ def measure(loss: HeadLoss, heldout: Feed) -> HeldoutAcceptance:
     tally, rows = AcceptanceTally(), heldout.rows
     for first in range(0, len(rows), EVAL_BATCH):
         numbers = list(range(first, min(first + EVAL_BATCH, len(rows))))
-        batch: Batch = heldout.batch(numbers, int(rows.lens[numbers].max()))
+        longest = max(int(rows.lens[numbers].max()), loss.head.num_steps + 2)  # room for every step of a chain
+        batch: Batch = heldout.batch(numbers, longest)
         matches, possible = matches_of(guess(loss.head, batch.states, batch.ids), batch.ids, batch.answer)
         tally.add(matches, possible, rows.prompts[numbers].tolist(), rows.lens[numbers].tolist())
     return tally.result()
