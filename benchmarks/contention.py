@@ -53,7 +53,7 @@ def main() -> None:
     if given.busy_starts:
         busy_starts(given.model, given.busy_starts)
         return
-    plain = LLM(given.model, max_num_seqs=1, prefix_caching=False)
+    plain = LLM(given.model, max_num_seqs=1, prefix_caching=False, keep_learned=False)
     engines = {"none": plain, given.drafter: plain.with_drafter(given.drafter)}
     rows = {name: measure(llm, given.max_tokens, given.rounds) for name, llm in engines.items()}
     print(json.dumps({"rows": rows, "machine": describe_machine(plain.kernels)}, indent=2))

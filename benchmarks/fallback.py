@@ -83,7 +83,7 @@ def measure(model: str, given: argparse.Namespace) -> dict[str, Any]:
     params = SamplingParams(max_tokens=given.max_tokens, ignore_eos=True, temperature=0.0)
     engines = {"none": plain}
     for name in filter(None, given.drafters.split(",")):
-        engines[name] = plain.with_drafter(name, across_requests=False)
+        engines[name] = plain.with_drafter(name, across_requests=False, keep_learned=False)
     ways: dict[str, Callable[[], object]] = {
         "transformers, one by one": lambda: [theirs(module, [prompt], given.max_tokens) for prompt in prompts],
         "transformers, together": lambda: theirs(module, prompts, given.max_tokens),

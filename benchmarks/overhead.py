@@ -34,7 +34,7 @@ def main() -> None:
 
 def measure(model: str, draft_model: str | None, max_tokens: int) -> dict[str, Any]:
     """Overhead without drafts, with n-gram drafts, and with a draft model if there is one."""
-    plain = LLM(model, max_num_seqs=1, prefix_caching=False)
+    plain = LLM(model, max_num_seqs=1, prefix_caching=False, keep_learned=False)
     fixed: dict[str, Any] = {"max_draft_tokens": NUM_DRAFTED, "adaptive": False}
     engines = {"plain": (plain, 0)}
     ngram = plain.with_drafter(DrafterConfig(name="ngram", ngram_min=1, ngram_max=1, **fixed))

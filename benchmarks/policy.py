@@ -46,7 +46,7 @@ NOT_SLOWER, NEAR_BEST = 0.97, 0.95
 WORD_RANGE = (200, 2000)  # token ids of random prompts: past the special ones, within any vocabulary
 RANDOM_LEN, LOAD_LEN = 64, 32
 BUSY_SHARE = 0.1  # of a plain step that a call of the dear drafter takes
-PRIVATE: Mapping[str, Any] = {"across_requests": False, "prefix_caching": False}
+PRIVATE: Mapping[str, Any] = {"across_requests": False, "prefix_caching": False, "keep_learned": False}
 
 
 class Misses(Stateless):

@@ -45,6 +45,7 @@ SWITCHES = {  # part -> what switches it off; 4-bit weights are another model
     "batching": ["--max-num-seqs", "1"],
     "speculation": ["--drafter", "none"],
 }
+FRESH = ["--no-keep-learned"]  # a policy that knows nothing of earlier runs
 FOUR_BIT = "4-bit weights"
 Report = dict[str, Any]
 
@@ -183,7 +184,7 @@ def one_prefix(given: argparse.Namespace, drafter: str) -> Report:
     """Time to the first token: each prefix is asked behind once while it is new, then with another question."""
     asked = {"max_tokens": 8, "concurrency": 1, "num_requests": given.num_prefixes, "num_prefixes": given.num_prefixes}
     runs: dict[str, list[Report]] = {"cold": [], "warm": []}
-    with server(given.model, ["--drafter", drafter]) as (url, _), tempfile.TemporaryDirectory() as folder:
+    with server(given.model, ["--drafter", drafter, *FRESH]) as (url, _), tempfile.TemporaryDirectory() as folder:
         for seed in range(given.repeats):
             for name, reports in runs.items():
                 prompts = questions(Path(folder, f"{name}.jsonl"), given.num_prefixes, given.input_len)
@@ -237,7 +238,7 @@ def all_parts(given: argparse.Namespace, four_bit: str) -> Report:
     """The whole, the whole without each part, and plain decoding one at a time, in turns."""
     asked = {"input_len": given.input_len, "prefix_len": given.prefix_len, "max_tokens": given.max_tokens,
              "num_requests": given.num_requests, "concurrency": given.concurrency}  # fmt: skip
-    usual = ["--max-num-seqs", str(given.concurrency), "--drafter", given.drafter]
+    usual = ["--max-num-seqs", str(given.concurrency), "--drafter", given.drafter, *FRESH]
     variants = {"all": (four_bit, usual), f"without {FOUR_BIT}": (given.model, usual)}
     variants |= {f"without {part}": (four_bit, [*usual, *off]) for part, off in SWITCHES.items()}
     variants["plain"] = (given.model, [*usual, *(word for off in SWITCHES.values() for word in off)])

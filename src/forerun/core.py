@@ -334,6 +334,7 @@ class RequestStats:
     num_prompt_tokens: int = 0
     num_tokens: int = 0  # generated
     num_elsewhere: int = 0  # of these, by another engine, where this one went on
+    num_first: int = 0  # of these, in this engine's first step, which reads the end of the prompt
     num_steps: int = 0  # target passes that chose tokens
     num_preemptions: int = 0
     num_cached_tokens: int = 0  # of the prompt, not computed again

@@ -48,7 +48,7 @@ class FakeLLM:
         if self._wrong_at is not None and self._wrong_at < num_tokens:
             token_ids[self._wrong_at] = 33
         seconds = self._seconds_a_token
-        stats = RequestStats(num_tokens=num_tokens, num_steps=num_tokens, ttft_s=seconds)
+        stats = RequestStats(num_tokens=num_tokens, num_first=1, num_steps=num_tokens, ttft_s=seconds)
         stats.decode_s = seconds * (num_tokens - 1)
         text = "".join(map(chr, token_ids))
         answer = CompletionOutput(0, text, tuple(token_ids), "length", None, params.seed or 0, ("",) * num_tokens)

@@ -56,6 +56,7 @@ class Drafting(FakeLLM):
                 stats.trees.count([1, 2], [1, 2] if step % 2 else [1])
             stats.drafters["fast|er"] = DrafterCount().add(stats.trees)
             stats.num_steps = stats.num_tokens // 2
+            stats.num_first = 2
             stats.draft_s = 0.1 * (stats.ttft_s + stats.decode_s)
         return outputs
 
@@ -151,10 +152,11 @@ def test_the_policy_stands_beside_its_best_fixed_setting() -> None:
 def test_the_drafter_that_gains_most_is_recommended() -> None:
     wanted = entrants(["ngram", "suffix", "draft=d"], [4], rules=False)
 
-    def run(noise: bool = False, **speedups: float | None) -> dict[str, Any]:
+    def run(noise: bool = False, identical: bool | None = True, **speedups: float | None) -> dict[str, Any]:
         names = {"draft": "draft=d", "fixed": "ngram fixed 4"}
         rows = [(names.get(name, name), gain) for name, gain in speedups.items()]
-        return {"rows": [{"drafter": name, "speedup": gain, "within_noise": noise} for name, gain in rows]}
+        same = {"within_noise": noise, "identical": identical}
+        return {"rows": [{"drafter": name, "speedup": gain, **same} for name, gain in rows]}
 
     runs = [run(none=1.0, ngram=1.2, suffix=1.6, fixed=3.0), run(none=1.0, ngram=1.2, suffix=0.8, fixed=3.0)]
     assert recommended(runs, wanted) == ("ngram", {"ngram": 1.2, "suffix": pytest.approx(1.131, abs=1e-3)})
@@ -162,6 +164,10 @@ def test_the_drafter_that_gains_most_is_recommended() -> None:
     assert recommended([run(ngram=None)], wanted) == ("none", {})
     assert recommended([run(noise=True, ngram=1.4)], wanted) == ("none", {"ngram": 1.4})
     assert recommended([run(noise=True, ngram=1.4), run(ngram=1.4)], wanted) == ("ngram", {"ngram": 1.4})
+    only_the_loss_is_sure = [run(noise=True, ngram=1.6), run(ngram=0.9)]
+    assert recommended(only_the_loss_is_sure, wanted) == ("none", {"ngram": 1.2})
+    assert recommended([run(ngram=1.4), run(identical=False, ngram=1.4)], wanted) == ("none", {"ngram": 1.4})
+    assert recommended([run(ngram=1.4), run(identical=None, ngram=1.4)], wanted) == ("ngram", {"ngram": 1.4})
 
 
 def test_costs_come_from_the_engine_that_measured_most() -> None:

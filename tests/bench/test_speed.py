@@ -12,8 +12,8 @@ from forerun.bench.conversation import fitting_cases, run_cases
 from forerun.bench.interval import geometric_mean, interval_of, student_t
 from forerun.bench.prompts import PromptCase
 from forerun.bench.report import gain, spread
-from forerun.bench.speed import Rounds, SpeedRun, detail, measure, report, rows
-from forerun.core import SamplingParams
+from forerun.bench.speed import Rounds, SpeedRun, decode_tokens, detail, measure, report, rows
+from forerun.core import RequestStats, SamplingParams
 from forerun.errors import DataError
 from tests.bench.fakes import FakeLLM
 
@@ -47,6 +47,12 @@ def test_report_has_rows_details_and_categories() -> None:
     assert list(result["categories"]) == ["chat", "code"]
     assert result["details"]["none"]["num_tokens"] == 24
     assert result["details"]["none"]["decode_speedup"] == 1.0
+
+
+def test_decoding_leaves_out_what_the_first_step_emitted() -> None:
+    assert decode_tokens(RequestStats(num_tokens=24, num_steps=7, num_first=1)) == 23
+    assert decode_tokens(RequestStats(num_tokens=24, num_steps=7, num_first=5)) == 19
+    assert decode_tokens(RequestStats(num_tokens=24, num_elsewhere=10, num_steps=3, num_first=4)) == 10
 
 
 def rounds_of(*prompts: tuple[float, ...], num_steps: int = 50) -> Rounds:

@@ -27,7 +27,7 @@ ROW = {
 }  # fmt: skip
 CHECK = {
     "drafter", "temperature", "num_prompts", "num_tokens", "num_steps", "acceptance_length", "differences",
-    "tensor_parallel", "pipeline_parallel",
+    "tensor_parallel", "pipeline_parallel", "num_drafted", "num_failed",
 }  # fmt: skip
 INSPECT = {
     "model", "folder", "family", "implementation", "num_parameters", "sizes", "dtype", "context",
@@ -156,6 +156,41 @@ def test_verify_finds_no_difference(run_json: Any, prompts: str, monkeypatch: py
         ("ngram", 0.0), ("draft", 0.0), ("ngram", 1.0), ("draft", 1.0),
     ]  # fmt: skip
     assert all(set(check) == CHECK and check["differences"] == [] for check in report["checks"])
+    assert not report["failed"] and not any(check["num_failed"] for check in report["checks"])
+    assert all(check["num_drafted"] for check in report["checks"] if check["drafter"] == "draft")
+
+
+FAILING = """
+from forerun.drafters.base import DrafterContext, Stateless
+
+
+class Fails(Stateless):
+    name, max_nodes = "fails", 4
+
+    def __init__(self, context: DrafterContext) -> None: ...
+
+    def propose(self, drafts) -> None:
+        raise ValueError("broken")
+
+
+class Silent(Fails):
+    def propose(self, drafts) -> None: ...
+"""
+
+
+def test_drafts_that_were_never_checked_are_no_proof(
+    run: Any, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.cli.verify._check_rejection", lambda llm: {"passed": True, "cases": []})
+    (tmp_path / "mine.py").write_text(FAILING, "utf-8")
+    options = ("--prompts", prompts, "--max-tokens", "4", "--temperature", "0", "--drafters")
+    said = run("verify", "mini", *options, f"{tmp_path}/mine.py:Fails", status=1).stdout
+    assert "failed in 4 answers: its drafts were not checked" in said and said.endswith("FAILED\n")
+    silent = run("verify", "mini", *options, f"{tmp_path}/mine.py:Silent")
+    assert "drafted nothing: there were no drafts to check" in " ".join(silent.stderr.split())
+    assert "identical" in silent.stdout
+    measured = run("bench", "speed", "mini", *options, f"{tmp_path}/mine.py:Fails", "--repeats", "1", "--limit", "1")
+    assert "failed)" in measured.stdout
 
 
 def test_verify_of_plain_decoding_compares_batches_with_single_conversations(

@@ -22,8 +22,12 @@ def test_counts_by_depth() -> None:
 def test_a_requests_figures_add_up(drafter: str) -> None:
     params = SamplingParams(max_tokens=16, temperature=0.0)
     groups = [harness.request(i, [0, 1, 2, 0, 1, i], params) for i in range(2)]
+    for group in groups:
+        group.samples[0].trace = []
     harness.run(harness.engine(drafter), groups)
-    for stats in (group.output().outputs[0].stats for group in groups):
+    for stats, group in ((group.output().outputs[0].stats, group) for group in groups):
+        steps = group.samples[0].take_trace()
+        assert stats.num_first == len(steps[0].emitted) < stats.num_tokens == sum(len(step.emitted) for step in steps)
         assert stats.trees.drafted == sum(count.drafted for count in stats.drafters.values()) > 0
         assert stats.num_tokens == stats.num_steps + stats.trees.accepted
         assert stats.trees.wasted == stats.trees.drafted - stats.trees.accepted

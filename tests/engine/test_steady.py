@@ -306,6 +306,7 @@ def test_a_trace_shows_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
         llm.step()
     trace = group.samples[0].take_trace()
     assert sum(len(step.emitted) for step in trace) == 20 and len(trace) == group.samples[0].num_steps
+    assert group.output().outputs[0].stats.num_first == len(trace[0].emitted)
 
 
 def test_a_new_request_is_served_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:

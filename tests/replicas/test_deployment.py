@@ -10,6 +10,7 @@ import yaml
 
 pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
 
+from forerun.drafters.named import whole_paths
 from forerun.errors import ConfigError
 from forerun.replicas.deployment import Deployment, read_deployment
 
@@ -53,6 +54,28 @@ def test_a_models_folder_is_found_from_anywhere(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "small").mkdir()
     monkeypatch.chdir(tmp_path)
     assert read(tmp_path, "model: small").engine_config().model == str(tmp_path / "small")
+    drafter = read(tmp_path, "model: mini\ndrafter: draft=small").engine_config().drafter
+    assert drafter.model == str(tmp_path / "small")
+    (tmp_path / "mini-draft").mkdir()  # a name that stands for what is shipped, wherever one is
+    members = read(tmp_path, "model: mini\ndrafter: portfolio=suffix=words+draft=mini-draft").engine_config().drafter
+    assert [member.corpus or member.model for member in members.members] == ["words", "mini-draft"]
+    (tmp_path / "words").touch()
+    members = read(tmp_path, "model: mini\ndrafter: portfolio=suffix=words+draft=small").engine_config().drafter
+    assert [member.corpus or member.model for member in members.members] == [
+        str(tmp_path / "words"), str(tmp_path / "small"),
+    ]  # fmt: skip
+
+
+def test_options_of_this_machine_are_sent_by_whole_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    (tmp_path / "mine.py").touch()
+    found = whole_paths({"drafter": "mine.py:Mine", "corpus": "~/mine.py", "kv_disk": "~/kv", "lora": {"a": "mine.py"}})
+    mine = str(tmp_path / "mine.py")
+    assert found == {"drafter": f"{mine}:Mine", "corpus": mine, "kv_disk": str(tmp_path / "kv"), "lora": {"a": mine}}
+    kept = {"model": "org/name", "generation_config": "none", "draft_model": None, "drafter": "ngram", "seed": 3}
+    assert whole_paths(kept) == kept
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,27 @@ def test_rows_may_name_any_model_if_that_is_wanted(batch: Callable[..., Any], tm
     assert models == [{"mini"}, {"gpt-4o"}]
 
 
+def test_workers_of_a_cluster_are_sent_whole_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+
+    def record(*given: Any) -> Any:
+        sent.extend(given)
+        raise ResourceError("recorded")
+
+    monkeypatch.setattr("forerun.server.batch_cluster.cluster_answering", record)
+    monkeypatch.chdir(tmp_path)
+    for name in ("x", "small", "sql"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    given = write(tmp_path / "in.jsonl", [chat_row("a")])
+    options = ("--drafter", "draft=models/small", "--lora", "sql=models/sql", "--ray", "auto", "--model", "models/x")
+    result = CliRunner().invoke(cli, ["batch", str(given), "out.jsonl", *options])
+    assert "recorded" in result.output
+    _, _, model, engine, rows_options = sent
+    folders = [str(tmp_path / "models" / name) for name in ("x", "small", "sql")]
+    assert [model, engine["drafter"].partition("=")[2], engine["lora"]["sql"]] == folders
+    assert rows_options.names == ("models/x",) and "model" not in engine, "clients call it as they did"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -486,6 +507,15 @@ def test_only_what_the_row_is_to_blame_for_is_an_error(
     succeeded, answer = asyncio.run(answer_row(BatchServer(app, lambda: True), row))
     assert answer["response"]["status_code"] == status and succeeded == (status == 200) and len(sent) == num_sent
     assert all(body["seed"] == seed_of(0, "a") for body in sent)  # -1 means any
+
+
+def test_null_in_a_row_is_the_batchs_default() -> None:
+    app, sent = answering(200)
+    server = BatchServer(app, lambda: True, defaults={"priority": 5, "timeout": 60.0})
+    asyncio.run(answer_row(server, a_row("a", timeout=None, priority=None, stop=None)))
+    asyncio.run(answer_row(server, a_row("b", timeout=3.0, priority=0)))
+    asked = [(body["priority"], body["timeout"]) for body in sent]
+    assert asked == [(5, 60.0), (0, 3.0)] and sent[0]["stop"] is None
 
 
 def test_a_row_that_no_replica_may_answer_is_left_for_others() -> None:

@@ -177,15 +177,18 @@ def against_fixed(result: Mapping[str, Any], wanted: Sequence[Entrant]) -> list[
 def recommended(runs: Sequence[Mapping[str, Any]], wanted: Sequence[Entrant]) -> tuple[str, dict[str, float]]:
     """The drafter that gains most over all temperatures, plain decoding where none gains, and what each gains.
 
-    Only drafters whose amount the policy chooses are compared, and only gains beyond noise, at some temperature,
-    recommend one. A gain is a speed over that of plain decoding.
+    Only drafters whose amount the policy chooses are compared. One is recommended for a gain beyond noise at some
+    temperature, and never where its tokens had to be those of plain decoding and were not. A gain is a speed over that
+    of plain decoding.
     """
     gains, sure = {}, {PLAIN: 0.0}
     for name in (entrant.name for entrant in wanted if entrant.num_fixed is None):
         rows = [row for run in runs for row in run["rows"] if row["drafter"] == name]
         if rows and all(row["speedup"] for row in rows):
             gains[name] = round(geometric_mean([row["speedup"] for row in rows]), 3)
-            if gains[name] > 1.0 and not all(row["within_noise"] for row in rows):
+            is_sure = any(row["speedup"] > 1.0 and not row["within_noise"] for row in rows)
+            is_exact = all(row["identical"] is not False for row in rows)
+            if gains[name] > 1.0 and is_sure and is_exact:
                 sure[name] = gains[name]
     return max(sure, key=sure.__getitem__), gains
 

@@ -43,6 +43,8 @@ class Check:
     num_prompts: int = 0
     num_tokens: int = 0
     num_steps: int = 0
+    num_drafted: int = 0  # tokens that were verified
+    num_failed: int = 0  # answers in which a drafter failed, whose drafts were not compared from then on
     differences: list[Difference] = field(default_factory=list)
 
     @property
@@ -111,6 +113,8 @@ def _check(
     for case, wanted, answers in zip(cases, expected, got, strict=True):
         check.num_tokens += sum(answer.stats.num_tokens for answer in answers)
         check.num_steps += sum(answer.stats.num_steps for answer in answers)
+        check.num_drafted += sum(answer.stats.trees.drafted for answer in answers)
+        check.num_failed += sum(bool(answer.stats.failed_drafters) for answer in answers)
         difference = _difference(case, wanted, answers)
         if difference is not None:
             check.differences.append(difference)

@@ -38,7 +38,7 @@ class SpeedRun:
     num_steps: int
     seconds: float
     decode_s: float
-    decode_tokens: float
+    decode_tokens: int
     drafted: int
     accepted: int
     draft_s: float = 0.0
@@ -73,9 +73,9 @@ def total_count(counts: Iterable[DrafterCount]) -> DrafterCount:
     return total
 
 
-def decode_tokens(stats: RequestStats) -> float:
-    """Tokens emitted after the first step, which belongs to the prefill; that step counts as an average one."""
-    return stats.acceptance_length * max(0, stats.num_steps - 1)
+def decode_tokens(stats: RequestStats) -> int:
+    """Tokens emitted after the first step, which belongs to the prefill."""
+    return max(0, stats.num_tokens - stats.num_elsewhere - stats.num_first)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,15 +160,16 @@ def _answering(
     )  # fmt: skip
     if cluster.ray is None:
         return answering(open_llm(name, **given), options)
-    from forerun.drafters.named import engine_config
+    from forerun.drafters.named import engine_config, whole_paths
     from forerun.server.batch_cluster import WorkerShape, cluster_answering
 
     if given["threads"] is None and cluster.ray_cpus is not None:
         given["threads"] = int(cluster.ray_cpus)
     shape = WorkerShape(num_workers=cluster.ray_workers, cpus=cluster.ray_cpus, gpus=cluster.ray_gpus)
-    sent = engine_options(**given)
-    engine_config(name, sent)  # what is wrong with the options is said before the cluster is asked for anything
-    return cluster_answering(cluster.ray, shape, name, sent, options)
+    sent = whole_paths({**engine_options(**given), "model": name})  # workers begin in folders of their own
+    model = sent.pop("model")
+    engine_config(model, sent)  # what is wrong with the options is said before the cluster is asked for anything
+    return cluster_answering(cluster.ray, shape, model, sent, options)
 
 
 async def _answer(

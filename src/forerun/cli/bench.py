@@ -156,8 +156,10 @@ def _table(rows: Sequence[dict[str, Any]], details: dict[str, dict[str, Any]], t
     result = table(*columns, title=title)
     for row in rows:
         same = {True: "yes", False: "NO", None: "-"}[row["identical"]]
-        figures = (gain(row), spread(row), decode_gain(details[row["drafter"]]), f"{row['acceptance_length']:.2f}")
-        result.add_row(row["drafter"], f"{row['tokens_per_s']:.1f}", *figures, same)
+        detail = details[row["drafter"]]
+        name = row["drafter"] + (f" ({detail['num_failed']} failed)" if detail["num_failed"] else "")
+        figures = (gain(row), spread(row), decode_gain(detail), f"{row['acceptance_length']:.2f}")
+        result.add_row(name, f"{row['tokens_per_s']:.1f}", *figures, same)
     return result
 
 

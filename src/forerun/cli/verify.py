@@ -17,7 +17,7 @@ import typer
 from forerun.bench.prompts import PromptCase, read_prompts
 from forerun.cli import options as opt
 from forerun.cli.bench import PLAIN, check_drafters, engines_by_name, plain_with
-from forerun.cli.console import err, out, print_json, table
+from forerun.cli.console import err, out, print_json, print_note, table
 from forerun.cli.engine import open_llm, prepare
 from forerun.cli.groups import values
 from forerun.core import SamplingParams
@@ -54,11 +54,11 @@ def verify(
         ),
     ] = False,
 ) -> None:
-    """Compare drafters' tokens with plain decoding, and test the rejection rule. Exit status 1: a difference.
+    """Compare drafters' tokens with plain decoding, and test the rejection rule.
 
-    Plain decoding runs in one process, whatever --tensor-parallel and --pipeline-parallel say, and takes one
-    conversation at a time; drafter `none` is plain decoding in batches. Of adapters, the conversations have none, the
-    first, the second and so on in turn.
+    Exit status 1: a difference, or a drafter that failed. Plain decoding runs in one process, whatever
+    --tensor-parallel and --pipeline-parallel say, and takes one conversation at a time; drafter `none` is plain
+    decoding in batches. Of adapters, the conversations have none, the first, the second and so on in turn.
     """
     wanted = opt.names(drafters)
     check_drafters(wanted)
@@ -83,7 +83,8 @@ def verify(
         report |= {**found, "checks": [*report["checks"], *({**check, **given} for check in found["checks"])]}
     report["rejection"] = _check_rejection(plain)
     report["identical"] = not any(check["differences"] for check in report["checks"])
-    report["passed"] = report["identical"] and report["rejection"]["passed"]
+    report["failed"] = any(check["num_failed"] for check in report["checks"])
+    report["passed"] = report["identical"] and not report["failed"] and report["rejection"]["passed"]
     print_json(report) if json else _show(report)
     if not report["passed"]:
         raise typer.Exit(EXIT_DIFFERENT)
@@ -152,11 +153,18 @@ def _show(report: dict[str, Any]) -> None:
     for check in report["checks"]:
         for difference in check["differences"]:
             console.print(_describe(check, difference), soft_wrap=True)
+        if check["num_failed"]:
+            said = f"failed in {check['num_failed']} answers: its drafts were not checked"
+            console.print(f"drafter {_with_temperature(check)} {said}", soft_wrap=True)
+        elif not check["num_drafted"] and check["drafter"] != PLAIN:
+            print_note(f"drafter {_with_temperature(check)} drafted nothing: there were no drafts to check")
     _show_rejection(report["rejection"])
     if report["num_too_long"]:
         console.print(f"{report['num_too_long']} prompts are longer than the context and were left out")
     if report["passed"]:
         console.print("identical", style="bold green")
+    elif report["identical"] and report["rejection"]["passed"]:
+        console.print("FAILED", style="bold red")
     else:
         console.print("DIFFERENT", style="bold red")
 
@@ -166,10 +174,14 @@ def _named(check: dict[str, Any]) -> str:
     return str(check["drafter"]) + (f", {shards}x{stages} ranks" if (shards, stages) != (1, 1) else "")
 
 
+def _with_temperature(check: dict[str, Any]) -> str:
+    return f"{_named(check)} at temperature {check['temperature']:g}"
+
+
 def _describe(check: dict[str, Any], difference: dict[str, Any]) -> str:
     turn = f" turn {difference['turn'] + 1}" if difference["turn"] else ""
     return (
-        f"{_named(check)} at temperature {check['temperature']:g}: {difference['prompt']}{turn} differs first at "
+        f"{_with_temperature(check)}: {difference['prompt']}{turn} differs first at "
         f"token {difference['position']}: plain {difference['expected']}, drafted {difference['got']}"
     )
 

@@ -5,6 +5,7 @@ Knows: what comes with a target to draft with, and who takes a draft model. Does
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from itertools import islice
@@ -19,6 +20,7 @@ from forerun.errors import ConfigError, suggestion
 from forerun.weights.resolve import EMBEDDED
 
 AUTO = "auto"  # a portfolio of what the target offers
+FILES = ("generation_config", "draft_vocabulary", "corpus")  # engine options that name one
 VLLM_OPTIONS = {  # of vLLM's LLM -> what does it here, where no name is like it
     "speculative_config": "drafter and draft_model", "gpu_memory_utilization": "kv_cache_bytes",
     "swap_space": "kv_host_gib", "enable_prefix_caching": "prefix_caching", "enable_lora": "lora",
@@ -130,6 +132,43 @@ def _offered(target: str, draft_model: str | None) -> list[str]:
         return [*lookups, f"{holder}={draft_model}"]
     with_model = (spec.name for spec in in_order if spec.model and (draft_model is not None or has_own(target, spec)))
     return [*lookups, *islice(with_model, 1)]
+
+
+def whole_paths(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options, `model` among them, with folders and files of this machine by their whole paths: to be used elsewhere.
+
+    Raises ConfigError for a drafter that does not exist.
+    """
+    whole = dict(options)
+    for name in ("model", "draft_model", *FILES):
+        if isinstance(whole.get(name), str) and whole[name] not in (*EMBEDDED, "auto", "none"):
+            whole[name] = _whole_path(whole[name])
+    if isinstance(whole.get("drafter"), str):
+        whole["drafter"] = _whole_drafter(whole["drafter"])
+    if isinstance(whole.get("kv_disk"), str):  # it is made when it is not there
+        whole["kv_disk"] = os.path.realpath(os.path.expanduser(whole["kv_disk"]))
+    if isinstance(whole.get("lora"), dict):
+        whole["lora"] = {name: _whole_path(folder) for name, folder in whole["lora"].items()}
+    return whole
+
+
+def _whole_drafter(text: str) -> str:
+    """A drafter as it is written, with the whole paths of its file, its model or corpus, and those of its members."""
+    name, equals, rest = text.partition("=")
+    if ".py:" in name:
+        file, _, class_name = name.rpartition(":")
+        name = f"{_whole_path(file)}:{class_name}"
+    elif rest and "members" in read(text)[0].options:
+        return f"{name}={'+'.join(map(_whole_drafter, rest.split('+')))}"
+    return name + equals + (rest if rest in EMBEDDED else _whole_path(rest))
+
+
+def _whole_path(name: Any) -> Any:
+    """A folder or file of this machine by its whole path; anything else as it is."""
+    if not isinstance(name, str) or not name:
+        return name
+    path = os.path.expanduser(name)
+    return os.path.realpath(path) if os.path.exists(path) else name
 
 
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:

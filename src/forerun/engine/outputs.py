@@ -54,7 +54,8 @@ class SampleRecord:
     first_token_s: float | None = None
     last_token_s: float = 0.0
     num_steps: int = 0
-    num_last: int = 0  # tokens of the last step
+    num_first: int = 0  # tokens of the first step
+    num_last: int = 0  # of the last one
     sources: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)  # of the tokens chosen here
     num_elsewhere: int = 0  # leading tokens that another engine chose
@@ -88,7 +89,7 @@ class SampleRecord:
         """A step emitted tokens."""
         self.last_token_s = perf_counter()
         if self.first_token_s is None:
-            self.first_token_s = self.last_token_s
+            self.first_token_s, self.num_first = self.last_token_s, len(sources)
         self.num_steps += 1
         self.num_last = len(sources)
         self.sources.extend(sources)
@@ -166,6 +167,7 @@ class SampleRecord:
             num_prompt_tokens=len(self.request.prompt_token_ids),
             num_tokens=self.request.num_output,
             num_elsewhere=self.num_elsewhere,
+            num_first=self.num_first,
             num_steps=self.num_steps,
             num_preemptions=self.request.num_preemptions,
             num_cached_tokens=self.request.num_cached_tokens,

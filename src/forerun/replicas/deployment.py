@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from forerun.config import EngineConfig
-from forerun.drafters.named import default_drafter, engine_config
+from forerun.drafters.named import default_drafter, engine_config, whole_paths
 from forerun.errors import ConfigError, suggestion
 from forerun.llm import LLM
 from forerun.server.settings import ServerSettings, names_of
@@ -23,7 +23,6 @@ from forerun.server.settings import ServerSettings, names_of
 NOT_SERVER = frozenset(
     {"served_names", "api_keys", "allowed_hosts", "drain_s", "prefill_only", "allow_lora_loading", "in_batch"}
 )
-FILES = ("generation_config", "draft_vocabulary", "corpus")  # engine options that name one
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -183,17 +182,11 @@ class Deployment(_Strict):
 
     def anywhere(self) -> Deployment:
         """The same with folders and files of this machine by their whole paths: replicas start elsewhere."""
-        engine, server = dict(self.engine), dict(self.server)
-        for name in FILES:
-            if name in engine and engine[name] not in ("auto", "none"):
-                engine[name] = _path(engine[name])
-        for options, name in ((engine, "kv_disk"), (server, "batch_dir")):  # they are made when they are not there
-            if isinstance(options.get(name), str):
-                options[name] = str(Path(options[name]).expanduser().resolve())
-        if isinstance(engine.get("lora"), dict):
-            engine["lora"] = {name: _path(folder) for name, folder in engine["lora"].items()}
-        changed = {"name": self.served_name, "model": _path(self.model), "engine": engine, "server": server,
-                   "draft_model": self.draft_model and _path(self.draft_model)}  # fmt: skip
+        drafting = {name: getattr(self, name) for name in ("model", "drafter", "draft_model")}
+        engine, server = whole_paths(self.engine), dict(self.server)
+        if isinstance(server.get("batch_dir"), str):  # it is made when it is not there
+            server["batch_dir"] = str(Path(server["batch_dir"]).expanduser().resolve())
+        changed = {"name": self.served_name, **whole_paths(drafting), "engine": engine, "server": server}
         return self.model_copy(update=changed)
 
     def open(self) -> LLM:
@@ -252,8 +245,3 @@ def _refuse_unknown(part: str, given: Mapping[str, Any], known: list[str]) -> No
 
 def _unknown(where: str, name: str, known: Any) -> str:
     return f"there is no field {where}; there are {', '.join(known)}{suggestion(name, known)}"
-
-
-def _path(name: Any) -> Any:
-    """A folder or file of this machine by its whole path; anything else as it is."""
-    return str(Path(name).resolve()) if isinstance(name, str) and Path(name).exists() else name

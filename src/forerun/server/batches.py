@@ -168,7 +168,7 @@ class BatchServer:
     """Who answers rows, and how.
 
     `healthy`: whether the application's engine works; `model`: the model of all rows, None for what each names;
-    `defaults`: fields of rows that do not have them.
+    `defaults`: fields of rows that do not have them, or have null.
     """
 
     app: ASGIApp
@@ -186,7 +186,8 @@ async def answer_row(server: BatchServer, row: BatchRow) -> Answered:
     body = row.body if server.model is None else {**row.body, "model": server.model}
     if body.get("seed") in (None, -1):
         body = {**body, "seed": seed_of(server.seed, row.custom_id)}
-    sent = json.dumps({**server.defaults, **body}, ensure_ascii=False, separators=(",", ":")).encode(
+    given = {name: value for name, value in body.items() if value is not None or name not in server.defaults}
+    sent = json.dumps({**server.defaults, **given}, ensure_ascii=False, separators=(",", ":")).encode(
         "utf-8", "surrogatepass"
     )
     num_tries, pause_s = 1, PAUSE_S
