@@ -27,7 +27,7 @@ ROW = {
 }  # fmt: skip
 CHECK = {
     "drafter", "temperature", "num_prompts", "num_tokens", "num_steps", "acceptance_length", "differences",
-    "tensor_parallel", "pipeline_parallel", "num_drafted", "num_failed",
+    "tensor_parallel", "pipeline_parallel", "num_drafted", "num_failed", "failed",
 }  # fmt: skip
 INSPECT = {
     "model", "folder", "family", "implementation", "num_parameters", "sizes", "dtype", "context",
@@ -185,7 +185,7 @@ def test_drafts_that_were_never_checked_are_no_proof(
     (tmp_path / "mine.py").write_text(FAILING, "utf-8")
     options = ("--prompts", prompts, "--max-tokens", "4", "--temperature", "0", "--drafters")
     said = run("verify", "mini", *options, f"{tmp_path}/mine.py:Fails", status=1).stdout
-    assert "failed in 4 answers: its drafts were not checked" in said and said.endswith("FAILED\n")
+    assert "failed (answers: 4), so not all drafts were checked" in " ".join(said.split()) and said.endswith("FAILED\n")
     silent = run("verify", "mini", *options, f"{tmp_path}/mine.py:Silent")
     assert "drafted nothing: there were no drafts to check" in " ".join(silent.stderr.split())
     assert "identical" in silent.stdout

@@ -128,11 +128,16 @@ def test_layers_of_gguf_files(name: str) -> None:
     check(GGUF / f"{name}.gguf", [2])
 
 
-@pytest.mark.parametrize("case", ["llama-tied-biased", "phi3"])
+@pytest.mark.parametrize("case", ["llama-tied-biased", "phi3", "qwen2-moe"])
 def test_adapters(case: str, tmp_path: Path) -> None:
     """Of every kind of matrix; of phi3's joined ones too, of which a rank has two pieces."""
     folder = save(case, tmp_path / "base")
-    ends = ["q_proj", "v_proj", "qkv_proj", "o_proj", "gate_up_proj", "down_proj", "embed_tokens"]
+    ends = ["q_proj", "v_proj", "qkv_proj", "o_proj", "gate_up_proj", "embed_tokens"]
+    ends += (
+        ["shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"]
+        if "moe" in case
+        else ["down_proj"]
+    )
     ends += [] if "tied" in case else ["lm_head"]
     adapter = write_adapter(tmp_path / "adapter", folder, ends)
 

@@ -168,3 +168,17 @@ def test_files_that_are_no_deployment(tmp_path: Path, text: str) -> None:
         read(tmp_path, text)
     with pytest.raises(ConfigError, match="cannot read"):
         read_deployment(tmp_path / "nothing.yaml")
+
+
+def test_links_stay_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of the hub are links to files without an ending, and a link may lead elsewhere on another machine."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "blob").touch()
+    (tmp_path / "m.gguf").symlink_to(tmp_path / "blob")
+    assert whole_paths({"model": "m.gguf", "drafter": "draft=m.gguf"}) == {
+        "model": str(tmp_path / "m.gguf"), "drafter": f"draft={tmp_path / 'm.gguf'}",
+    }  # fmt: skip
+    (tmp_path / "c++" / "small").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "c++")
+    with pytest.raises(ConfigError, match="between the members of a portfolio"):
+        whole_paths({"drafter": "portfolio=suffix+draft=small"})

@@ -45,6 +45,7 @@ class Check:
     num_steps: int = 0
     num_drafted: int = 0  # tokens that were verified
     num_failed: int = 0  # answers in which a drafter failed, whose drafts were not compared from then on
+    failed: list[str] = field(default_factory=list)  # these drafters
     differences: list[Difference] = field(default_factory=list)
 
     @property
@@ -115,6 +116,7 @@ def _check(
         check.num_steps += sum(answer.stats.num_steps for answer in answers)
         check.num_drafted += sum(answer.stats.trees.drafted for answer in answers)
         check.num_failed += sum(bool(answer.stats.failed_drafters) for answer in answers)
+        check.failed = sorted({*check.failed, *(name for answer in answers for name in answer.stats.failed_drafters)})
         difference = _difference(case, wanted, answers)
         if difference is not None:
             check.differences.append(difference)

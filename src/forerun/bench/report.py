@@ -183,10 +183,15 @@ def drafter_table(run: Mapping[str, Any], title: str) -> Table:
     return Table(title, header, [_drafter_row(row, run["details"][row["drafter"]], depths) for row in run["rows"]])
 
 
+def marked(row: Mapping[str, Any], detail: Mapping[str, Any]) -> str:
+    """A drafter's name, and how often it failed, if it did."""
+    return str(row["drafter"]) + (f" ({detail['num_failed']} failed)" if detail["num_failed"] else "")
+
+
 def _drafter_row(row: Mapping[str, Any], detail: Mapping[str, Any], depths: int) -> list[str]:
     reached = [f"{rate:.0%}" for rate in _shown(detail)[:depths]]
     return [
-        row["drafter"] + (f" ({detail['num_failed']} failed)" if detail["num_failed"] else ""),
+        marked(row, detail),
         f"{row['tokens_per_s']:.1f}",
         gain(row),
         spread(row),

@@ -150,16 +150,15 @@ def _drawn(report: dict[str, Any]) -> str:
 
 def _table(rows: Sequence[dict[str, Any]], details: dict[str, dict[str, Any]], title: str) -> Any:
     """Speed and speed-up including the prefill, then of decoding alone."""
-    from forerun.bench.report import decode_gain, gain, spread
+    from forerun.bench.report import decode_gain, gain, marked, spread
 
     columns = ("drafter", "tokens/s", "speed-up", "95%\ninterval", "decoding", "tokens\na pass", "identical")
     result = table(*columns, title=title)
     for row in rows:
         same = {True: "yes", False: "NO", None: "-"}[row["identical"]]
         detail = details[row["drafter"]]
-        name = row["drafter"] + (f" ({detail['num_failed']} failed)" if detail["num_failed"] else "")
         figures = (gain(row), spread(row), decode_gain(detail), f"{row['acceptance_length']:.2f}")
-        result.add_row(name, f"{row['tokens_per_s']:.1f}", *figures, same)
+        result.add_row(marked(row, detail), f"{row['tokens_per_s']:.1f}", *figures, same)
     return result
 
 

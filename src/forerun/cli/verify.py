@@ -154,8 +154,10 @@ def _show(report: dict[str, Any]) -> None:
         for difference in check["differences"]:
             console.print(_describe(check, difference), soft_wrap=True)
         if check["num_failed"]:
-            said = f"failed in {check['num_failed']} answers: its drafts were not checked"
-            console.print(f"drafter {_with_temperature(check)} {said}", soft_wrap=True)
+            said = (
+                f"{', '.join(check['failed'])} failed (answers: {check['num_failed']}), so not all drafts were checked"
+            )
+            console.print(f"drafter {_with_temperature(check)}: {said}", soft_wrap=True)
         elif not check["num_drafted"] and check["drafter"] != PLAIN:
             print_note(f"drafter {_with_temperature(check)} drafted nothing: there were no drafts to check")
     _show_rejection(report["rejection"])

@@ -1,6 +1,7 @@
 """Options as they are written: of a drafter (NAME, NAME=MODEL, suffix=CORPUS, portfolio=A+B, ...), of an engine.
 
-Knows: what comes with a target to draft with, and who takes a draft model. Does not know: any drafter by name.
+Knows: what comes with a target to draft with, who takes a draft model, which options name files. Does not know: any
+drafter by name.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def whole_paths(options: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(whole.get("drafter"), str):
         whole["drafter"] = _whole_drafter(whole["drafter"])
     if isinstance(whole.get("kv_disk"), str):  # it is made when it is not there
-        whole["kv_disk"] = os.path.realpath(os.path.expanduser(whole["kv_disk"]))
+        whole["kv_disk"] = os.path.abspath(os.path.expanduser(whole["kv_disk"]))
     if isinstance(whole.get("lora"), dict):
         whole["lora"] = {name: _whole_path(folder) for name, folder in whole["lora"].items()}
     return whole
@@ -158,8 +159,13 @@ def _whole_drafter(text: str) -> str:
     if ".py:" in name:
         file, _, class_name = name.rpartition(":")
         name = f"{_whole_path(file)}:{class_name}"
+        if "=" in name:
+            raise ConfigError(f"{name}: the file of a drafter cannot be in a folder with = in its name: move it")
     elif rest and "members" in read(text)[0].options:
-        return f"{name}={'+'.join(map(_whole_drafter, rest.split('+')))}"
+        members = [_whole_drafter(member) for member in rest.split("+")]
+        if odd := next((member for member in members if "+" in member), None):
+            raise ConfigError(f"{odd}: + stands between the members of a portfolio: use a folder without it")
+        return f"{name}={'+'.join(members)}"
     return name + equals + (rest if rest in EMBEDDED else _whole_path(rest))
 
 
@@ -168,7 +174,7 @@ def _whole_path(name: Any) -> Any:
     if not isinstance(name, str) or not name:
         return name
     path = os.path.expanduser(name)
-    return os.path.realpath(path) if os.path.exists(path) else name
+    return os.path.abspath(path) if os.path.exists(path) else name  # links stay: files of the hub are some
 
 
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:

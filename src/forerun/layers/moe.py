@@ -1,7 +1,7 @@
 """A mixture of experts: each row is computed by a few of many feed-forward layers.
 
-Knows: the router, the experts and an expert for all rows, and that each rank may have some rows of every expert. Does
-not know: how matrices are stored, which layers of a model are mixtures.
+Knows: the router, the experts and an expert for all rows, that each rank may have some rows of every expert, and that
+adapters may add to a lone one. Does not know: how matrices are stored, which layers of a model are mixtures.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from forerun.errors import TrainingError
+from forerun.errors import ConfigError, TrainingError
 from forerun.training.chat import END_OF_TEXT
 from forerun.training.checkpoint import LAST, read_last
 from forerun.training.console import Console
@@ -76,9 +76,16 @@ def make_net(recipe: Recipe) -> Net:
 
 
 def load_teacher(recipe: Recipe, distill: DistillConfig) -> Net:
-    """Reads the network to imitate; raises VocabularyError if it has another number of tokens."""
+    """Reads the network to imitate; raises VocabularyError and ConfigError if it cannot read what the student does."""
     teacher = load_model(Path(distill.teacher)).to(recipe.run.device)
     check_same_vocabulary(teacher, recipe.model.vocab_size)
+    own_text = distill.prompt_tokens + distill.continuation_tokens
+    longest = max(recipe.schedule.seq_len, recipe.schedule.decay_seq_len, own_text)
+    if longest > teacher.config.max_positions:
+        raise ConfigError(
+            f"the teacher has {teacher.config.max_positions} positions, windows or its own text have {longest}: lower "
+            "schedule.seq_len, schedule.decay_seq_len or distill.continuation_tokens"
+        )
     return teacher
 
 

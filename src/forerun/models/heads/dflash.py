@@ -329,10 +329,12 @@ class _DFlash:
         """What rows of the table are multiplied with.
 
         z-lab's program calls the target's own embedding, which scales what it gives for some targets (Gemma's
-        sqrt(hidden_size); vLLM pull requests 40898 and 41703); speculators looks the table up as it is stored.
+        sqrt(hidden_size); vLLM pull requests 40898 and 41703); speculators looks the table up as it is stored. Granite
+        and Falcon-H1 multiply behind the embedding: that is applied too, as `forerun train dflash` trains so.
         """
-        scale = self.fields.number("input_embedding_scale", default=1.0)
-        return scale if self._is_speculators or self._kind is not None else scale * table.scale
+        if self.fields.given("input_embedding_scale") or self._is_speculators or self._kind is not None:
+            return self.fields.number("input_embedding_scale", default=1.0)
+        return table.scale
 
     def _after_head(self, vocabulary: DraftVocabulary | None) -> RowFunction | None:
         """What becomes of logits: nothing, where the target's own tables are used as they are."""

@@ -93,7 +93,7 @@ def take_weights(head: Head, start: Export) -> None:
     with torch.no_grad():
         for name, tensor in own.items():
             if tensor.is_floating_point():
-                tensor.copy_(found[name])  # state dicts share their memory with the head
+                tensor.copy_(found[name])  # shares its memory with the head, but for a shared output layer
             elif not tensor.equal(found[name]):
                 raise CheckpointError(
                     f"start_from: {start.folder} has a {name} that is not its draft vocabulary's; export it anew"

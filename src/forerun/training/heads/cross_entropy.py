@@ -1,8 +1,8 @@
 """Cross-entropy with a distribution, from the rows before the output layer, a block of rows at a time.
 
-Knows the output layer, the sum over a vocabulary and the gradients of both, which it computes in the same pass: all
-logits of a step take dozens of megabytes, and every separate operation on them would go through memory (as in
-Liger Kernel's fused linear cross-entropy, arXiv 2410.10989). Knows nothing of heads.
+Knows the output layer, a soft cap of its logits, the sum over a vocabulary and the gradients of all three, which it
+computes in the same pass: all logits of a step take dozens of megabytes, and every separate operation on them would go
+through memory (as in Liger Kernel's fused linear cross-entropy, arXiv 2410.10989). Knows nothing of heads.
 """
 
 from __future__ import annotations
