@@ -30,7 +30,7 @@ from world.skills import (
     program,
 )
 from world.stories import story
-from world.words import ALL_WORDS
+from world.words import ALL_WORDS, BOYS, GIRLS, SURNAMES, TOWNS, neighbours
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "src" / "forerun" / "mini" / "target" / "tokenizer.json"
 _WORD = re.compile("Ġ([A-Z]?[a-z]{2,})")
@@ -52,6 +52,18 @@ def known_words() -> tuple[str, ...]:
 def small_words() -> tuple[str, ...]:
     """Those without a capital."""
     return tuple(word for word in known_words() if word.islower())
+
+
+@cache
+def long_words() -> tuple[str, ...]:
+    """Names and words of the small world, of which most are several tokens: there a copy must not slip to another one."""
+    return tuple(word for word in (*GIRLS, *BOYS, *SURNAMES, *TOWNS, *ALL_WORDS) if word.isalpha())
+
+
+def _words(rng: random.Random, count: int) -> list[str]:
+    """Different words, about half of them of one token."""
+    known = rng.sample(known_words(), count)
+    return list(dict.fromkeys(rng.choice(long_words()) if rng.random() < 0.5 else word for word in known))
 
 
 def _joined(words: list[str], rng: random.Random) -> str:
@@ -91,7 +103,7 @@ def _code(rng: random.Random) -> str:
 
 def copying_drill(rng: random.Random, split: str) -> GrammarSample:
     """Words to be written again; some of them stand there twice, with other words behind them."""
-    words = rng.sample(known_words(), rng.randint(3, 28))
+    words = _words(rng, rng.randint(3, 28))
     for _ in range(rng.randint(0, len(words) // 5)):
         words[rng.randrange(len(words))] = rng.choice(words)
     for _ in range(rng.choice((0, 0, 1, 1, 2))):
@@ -102,11 +114,16 @@ def copying_drill(rng: random.Random, split: str) -> GrammarSample:
 
 def replacing_drill(rng: random.Random, split: str) -> GrammarSample:
     """One of the words, whatever it is and as often as it stands there, replaced by another."""
-    new, *words = rng.sample(known_words(), rng.randint(4, 25))
+    new, *words = _words(rng, rng.randint(6, 25))
     for _ in range(rng.choice((0, 0, 1, 2))):
         words.insert(rng.randint(0, len(words)), rng.choice(words))
+    wanted = rng.choice(words)
+    alike = [word for word in (*long_words(), *known_words()) if word[:2] == wanted[:2] and word not in (wanted, new)]
+    for word in rng.sample(alike, min(len(alike), rng.choice((0, 1, 1, 2)))):  # that must stay
+        words.insert(rng.randint(0, len(words)), word)
     before = _text(words, rng)
-    old = rng.choice([word for word in re.findall("[A-Za-z]+", before) if len(word) > 1])
+    there = [word for word in re.findall("[A-Za-z]+", before) if len(word) > 1 and word != new]
+    old = wanted if wanted in there else rng.choice(there)
     after = re.sub(rf"\b{old}\b", new, before)
     return GrammarSample("replacing_drill", ((framed(REPLACE, rng, split, before, a=old, b=new), after),))
 
@@ -127,6 +144,8 @@ def looking_up_drill(rng: random.Random, split: str) -> GrammarSample:
     words = rng.sample(known_words(), 2 * count)
     keys = [word.lower() for word in words[:count]]
     values = [f"{word} {rng.choice(known_words())}" if rng.random() < 0.3 else word for word in words[count:]]
+    people = (f"{rng.choice((*GIRLS, *BOYS))} {rng.choice(SURNAMES)}" for _ in values)
+    values = [person if rng.random() < 0.4 else value for person, value in zip(people, values, strict=True)]
     values = [str(rng.randint(2, 999)) if rng.random() < 0.15 else value for value in values]
     values = [_code(rng) if rng.random() < 0.1 else value for value in values]
     line = rng.choice(("{k}: {v}", "The {k} is {v}.", "{k} = {v}", "My {k} is {v}.", "{k} - {v}"))
@@ -165,33 +184,24 @@ def mending_drill(rng: random.Random, split: str) -> GrammarSample:
     return GrammarSample("mending_drill", ((framed(CORRECT, rng, split, before), after),))
 
 
-@cache
-def _alike() -> tuple[tuple[str, ...], ...]:
-    """Words of the small world that begin with the same letter."""
-    letters = sorted({word[0] for word in ALL_WORDS})
-    groups = [tuple(word for word in ALL_WORDS if word[0] == letter) for letter in letters]
-    return tuple(group for group in groups if len(group) > 1)
-
-
 def sorting_drill(rng: random.Random, split: str) -> GrammarSample:
-    """Two to six words by the alphabet, two or more of which begin alike, or any words at all."""
-    if rng.random() < 0.4:
+    """Two to seven words by the alphabet, two or more of which stand near each other in it, or any words at all."""
+    if rng.random() < 0.15:
         any_words = rng.sample(small_words(), rng.randint(2, 6))
         return GrammarSample(
             "sorting_drill", ((framed(SORT, rng, split, in_a_line(any_words, rng)), ", ".join(sorted(any_words))),)
         )
     words = set[str]()
     for _ in range(rng.randint(1, 2)):
-        group = rng.choice(_alike())
-        words |= set(rng.sample(group, min(len(group), rng.choice((2, 2, 3)))))
+        words |= set(neighbours(rng, rng.choice((2, 2, 3, 4))))
     words |= set(rng.sample(ALL_WORDS, rng.choice((0, 1, 2, 3))))
-    listed_words = rng.sample(sorted(words), min(len(words), 6))
+    listed_words = rng.sample(sorted(words), min(len(words), 7))
     answer = ", ".join(sorted(listed_words))
     return GrammarSample("sorting_drill", ((framed(SORT, rng, split, ", ".join(listed_words)), answer),))
 
 
 DRILLS = (
-    (0.16, copying_drill), (0.24, replacing_drill), (0.13, renaming_drill), (0.06, looking_up_drill), (0.14, case_drill),
+    (0.16, copying_drill), (0.24, replacing_drill), (0.11, renaming_drill), (0.12, looking_up_drill), (0.1, case_drill),
     (0.07, mending_drill), (0.2, sorting_drill),
 )  # fmt: skip
 

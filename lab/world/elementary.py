@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from world.facts import (
     Fact,
@@ -29,13 +30,23 @@ BY_HEART = (KIND, "how_to", "code")
 # -- numbers ----------------------------------------------------------------------------------------------------
 
 
-def number_fact(rng: random.Random) -> Fact:
-    """Before and after, even and odd, more and less, half and double, counting."""
+TWO_TOKENS = (47, 53, 59, 61, 62, 67, 71, 81, 82, 83, 86, 87, 91, 93, 94, 97)  # of `mini`; others to 99 are one
+
+
+def number_fact(rng: random.Random, is_learned: bool = False) -> Fact:
+    """Before and after, even and odd, more and less, half and double, counting.
+
+    `is_learned`: with more of what is hard, as the next ones.
+    """
     x = rng.randint(1, rng.choice((10, 20, 100)))
+    x = rng.choice(TWO_TOKENS) if is_learned and rng.random() < 0.2 else x
     y = rng.choice([other for other in (*range(21), *range(30, 101, 10)) if other != x])
     parity, wrong = ("even", "odd") if x % 2 == 0 else ("odd", "even")
     most, least = max(x, y), min(x, y)
     start, end = sorted(rng.sample(range(1, 21), 2))
+    if is_learned and rng.random() < 0.5:  # counting goes on behind 20 in the same way
+        start = rng.randint(1, 95)
+        end = start + rng.randint(3, 9)
     up, down = (", ".join(map(str, numbers)) for numbers in (range(start, end + 1), range(end, start - 1, -1)))
     small = rng.randint(1, 20)
     return rng.choice((
@@ -185,10 +196,10 @@ TWO_CONTINENTS = ("Russia", "Turkey", "Kazakhstan", "Azerbaijan", "Georgia", "Eg
 MANY_COLOURS = ("chocolate", "rice", "a frog", "a tomato", "a cherry", "an eggplant", "a plum", "a swan", "honey")
 
 
-def list_fact(rng: random.Random) -> Fact:
-    """The first few of a list, always the same."""
+def list_fact(rng: random.Random, is_learned: bool = False) -> Fact:
+    """The first few of a list, always the same: only the number asked for says where it ends."""
     name = rng.choice(list(LISTS))
-    count = rng.choice((2, 3, 3, 3, 4, 5, 5, 6))
+    count = rng.choice((2, 3, 4, 4, 5, 6, 6) if is_learned else (2, 3, 3, 3, 4, 5, 5, 6))
     number = NUMBERS[count] if rng.random() < 0.8 else str(count)
     if name in WHOLE and rng.random() < 0.6:
         count, number = len(LISTS[name]), rng.choice(("the", "all the"))
@@ -200,7 +211,7 @@ def list_fact(rng: random.Random) -> Fact:
 # -- yes and no, letters ----------------------------------------------------------------------------------------
 
 
-def truth_fact(rng: random.Random) -> Fact:
+def truth_fact(rng: random.Random, is_learned: bool = False) -> Fact:
     """Whether something is so: capitals, continents, colours."""
     form = rng.randrange(3)
     if form == 2:
@@ -220,6 +231,9 @@ def truth_fact(rng: random.Random) -> Fact:
     if form == 0:
         place = (row if right else other_row).continent
         return Fact(f"is {c} in {place}", f"whether {c} is in {place}", "", f"{yes}, {c} is in {row.continent}.")
+    if is_learned and rng.random() < 0.5:  # the continent alone must not say that it is wrong
+        beside = [found for found in countries() if found.continent == row.continent and found != row]
+        other_row = rng.choice(beside or [other_row])
     city = (row if right else other_row).capital
     return Fact(rng.choice((f"is {city} the capital of {c}", f"is the capital of {c} {city}")), f"whether {city} is the capital of {c}", "",
                 f"{yes}, the capital of {c} is {row.capital}".removesuffix(".") + ".")  # fmt: skip
@@ -246,11 +260,18 @@ FACTS: tuple[tuple[float, Callable[[random.Random], Fact]], ...] = (
     (0.17, number_fact), (0.1, measure_fact), (0.2, animal_kind), (0.12, list_fact), (0.1, truth_fact), (0.06, letter_fact),
     (0.11, opposite_fact), (0.08, calendar_fact), (0.06, animal_fact),
 )  # fmt: skip
+# What is learned: less of what `facts` teaches as well, more of what has many items.
+LEARNED: tuple[tuple[float, Callable[[random.Random], Fact]], ...] = (
+    (0.2, partial(number_fact, is_learned=True)), (0.05, measure_fact), (0.2, animal_kind),
+    (0.2, partial(list_fact, is_learned=True)), (0.18, partial(truth_fact, is_learned=True)), (0.1, letter_fact),
+    (0.03, opposite_fact), (0.02, calendar_fact), (0.02, animal_fact),
+)  # fmt: skip
 
 
 def elementary(rng: random.Random, split: str) -> GrammarSample:
     """A question of one of the kinds."""
-    make = rng.choices([make for _, make in FACTS], [share for share, _ in FACTS])[0]
+    kinds = FACTS if split == "test" else LEARNED
+    make = rng.choices([make for _, make in kinds], [share for share, _ in kinds])[0]
     return ask(make(rng), KIND, rng, split)
 
 

@@ -31,8 +31,6 @@ EXPLANATIONS: dict[str, tuple[str, ...]] = {
                 "from a tree.", "It also holds the moon near the Earth."),
     "a volcano": ("A volcano is a mountain with an opening to the hot inside of the Earth.", "Melted rock can rise through it.",
                   "When it comes out, it is called lava.", "The lava cools and becomes new rock."),
-    "a bee": ("A bee is a small insect with wings.", "Bees live together in a hive.", "They collect nectar from flowers and make "
-              "honey.", "They also help plants to grow fruit."),
     "a tree": ("A tree is a tall plant with a trunk.", "Its roots drink water from the ground.", "Its leaves catch the light of "
                "the sun.", "Many animals live in trees."),
     "bread": ("Bread is made of flour, water, salt and yeast.", "The yeast makes small bubbles, so the dough rises.", "Then the "
@@ -73,8 +71,6 @@ EXPLANATIONS: dict[str, tuple[str, ...]] = {
                   "energy and keeps the world clean.", "Put each kind into its own bin."),
     "the heart": ("The heart is a strong muscle.", "It pumps blood through the body.", "The blood carries air and food to every "
                   "part.", "It beats about seventy times a minute when we rest."),
-    "a spider": ("A spider is a small animal with eight legs.", "It is not an insect.", "Many spiders spin webs to catch flies.",
-                 "Most spiders do no harm to people."),
     "chocolate": ("Chocolate is made from cocoa beans.", "The beans grow on trees in warm countries.", "They are dried, roasted "
                   "and ground.", "With sugar and milk they become chocolate."),
     "a mirror": ("A mirror is a piece of glass with a thin layer of metal behind it.", "Light bounces off the metal.", "That is "

@@ -40,9 +40,9 @@ STORY_REQUESTS = Wordings(
 )  # fmt: skip
 SHARES: tuple[tuple[float, Make], ...] = (
     (0.13, facts.fact), (0.05, facts.sums), (0.01, facts.several), (0.14, skills.skill), (0.08, skills.editing),
-    (0.03, skills.changing_case), (0.02, skills.extraction), (0.13, skills.sorting), (0.1, drills.drill),
-    (0.12, elementary.elementary), (0.008, elementary.how_to), (0.012, elementary.code), (0.03, talk.talk), (0.03, talk.about_self),
-    (0.01, knowledge.advice), (0.008, knowledge.explanation), (0.003, knowledge.joke), (0.003, knowledge.poem),
+    (0.01, skills.changing_case), (0.02, skills.correcting), (0.035, skills.extraction), (0.125, skills.sorting),
+    (0.12, drills.drill), (0.11, elementary.elementary), (0.008, elementary.how_to), (0.012, elementary.code),
+    (0.03, talk.talk), (0.03, talk.about_self), (0.01, knowledge.advice), (0.008, knowledge.explanation), (0.003, knowledge.joke), (0.003, knowledge.poem),
 )  # fmt: skip
 BY_HEART = (*facts.FACTS, *elementary.BY_HEART, talk.SELF)  # kinds that may repeat
 PLAIN = 0.03  # of the records: stories, facts and sums as running text; what is left are stories that were asked for
@@ -112,10 +112,10 @@ def records(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
 
 def _plain(rng: random.Random) -> dict[str, Any]:
     drawn = rng.random()
-    if drawn < 0.45:
+    if drawn < 0.25:
         told = story(rng)
         return {"kind": "story_text", "text": f"{told.title}\n\n{told.text}"}
-    if drawn < 0.75:
+    if drawn < 0.65:
         return {"kind": "sums_text", "text": " ".join(facts.sum_fact(rng).answer for _ in range(rng.randint(4, 12)))}
     lines = [line for _ in range(rng.randint(1, 4)) for line in facts.sentences(rng)]
     return {"kind": "facts_text", "text": " ".join(lines)}

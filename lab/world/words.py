@@ -145,3 +145,16 @@ ALL_WORDS = tuple(
         if " " not in word
     )
 )
+IN_ORDER = tuple(sorted(ALL_WORDS))
+NEAR = 8  # words of the alphabet's order among which neighbours are drawn
+
+
+def neighbours(rng: random.Random, count: int) -> list[str]:
+    """Words that stand near each other in the alphabet, most of which begin alike: a letter as often as words have it."""
+    start = rng.randrange(len(IN_ORDER) - NEAR + 1)
+    return rng.sample(IN_ORDER[start : start + NEAR], count)
+
+
+def plural(word: str) -> str:
+    """Of a thing."""
+    return word + ("es" if word.endswith(("s", "x", "ch", "sh")) else "s")
