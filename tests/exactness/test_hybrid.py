@@ -106,7 +106,8 @@ def test_drafters_with_weights_of_their_own_change_no_token(temperature: float, 
     shutil.copytree(twin, pard)
     change_config(pard, pard_token=test_dflash.MASK)
     kept.write_text(json.dumps(list(range(3, 60))))
-    block = {"mask_token_id": test_dflash.MASK, "target_layer_ids": [0, 2, 3]}
+    # Random layers, which are right now and then beside a table without Granite's factor.
+    block = {"mask_token_id": test_dflash.MASK, "target_layer_ids": [0, 2, 3], "input_embedding_scale": 1.0}
     layout = test_dflash.Layout({"dflash_config": block, "block_size": 6}, (1, 3, 4))
     head = heads.write(tmp_path / "head", test_dflash.tensors_of(layout, heads.Draw(1)), test_dflash.config_of(layout))
     llm = LLM(str(folder), max_num_seqs=1, threads=1)
