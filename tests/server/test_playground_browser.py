@@ -217,13 +217,19 @@ def test_an_edited_question_that_fails_is_not_lost(page: Any, address: str) -> N
     assert page.locator("#prompt").input_value() == "Another\n\ntyped meanwhile"
 
 
-def test_two_tabs_that_go_on_at_once_keep_both(page: Any, address: str) -> None:
+def two_tabs(page: Any, address: str) -> Any:
+    """Ask "One" in `page`; a second tab of the same browser, which lists that conversation and has opened none."""
     open_page(page, address)
     serve_trace(page, start(), *said("An answer."), end())
     ask(page, "One")
     other = page.context.new_page()
     open_page(other, address)
     serve_trace(other, start(), *said("An answer."), end())
+    return other
+
+
+def test_two_tabs_that_go_on_at_once_keep_both(page: Any, address: str) -> None:
+    other = two_tabs(page, address)
     open_first(other)
     ask(other, "Two")
     page.bring_to_front()
@@ -312,12 +318,7 @@ def test_under_a_prefix(page: Any, llm: LLM) -> None:
 
 
 def test_two_tabs_keep_what_the_other_wrote(page: Any, address: str) -> None:
-    open_page(page, address)
-    serve_trace(page, start(), *said("An answer."), end())
-    ask(page, "One")
-    other = page.context.new_page()
-    open_page(other, address)
-    serve_trace(other, start(), *said("An answer."), end())
+    other = two_tabs(page, address)
     page.bring_to_front()
     ask(page, "Two")  # after the other tab drew its list
     other.bring_to_front()
