@@ -236,6 +236,20 @@ def test_draft_without_a_model() -> None:
         engine_config("somewhere", {"drafter": DrafterConfig(name="draft")})
 
 
+@pytest.mark.parametrize("beside", [{"max_draft_tokens": 2}, {"draft_model": "mini-draft"}])
+def test_options_beside_a_drafter_config_are_refused(beside: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="beside a DrafterConfig"):
+        engine_config("mini", {"drafter": DrafterConfig(name="ngram"), **beside})
+    assert engine_config("mini", {"drafter": DrafterConfig(name="ngram"), "max_draft_tokens": None})
+
+
+def test_behind_the_largest_seed_comes_the_first() -> None:
+    params = SamplingParams()
+    assert params.with_seed(2**64 - 1).seed == 2**64 - 1 and params.with_seed(2**64).seed == 0
+    with pytest.raises(SamplingError):
+        params.with_seed(-1)
+
+
 def test_unknown_model() -> None:
     with pytest.raises(ModelNotFoundError, match="mini"):
         LLM("no/such-model-anywhere")

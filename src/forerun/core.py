@@ -81,8 +81,8 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def with_seed(self, seed: int) -> SamplingParams:
-        """The same parameters with the seed fixed."""
-        return replace(self, seed=seed)
+        """The same parameters with the seed fixed; behind the largest seed comes 0."""
+        return replace(self, seed=seed - MAX_SEED - 1 if seed > MAX_SEED else seed)
 
 
 def _as_tuple(name: str, value: Any, kind: type) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ Knows: text, chat, loading. Does not know: how requests are prepared, how a step
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -20,7 +21,7 @@ from forerun.drafters.named import engine_config
 from forerun.drafters.registry import check_heads, draft_models, named_heads
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
-from forerun.errors import ConfigError, QueueFullError, RankLost, SamplingError
+from forerun.errors import ConfigError, RankLost, SamplingError
 from forerun.frontend import Frontend, Prompt
 from forerun.kernels.ops import Kernels
 from forerun.models.adapted import LoraAdapter
@@ -238,17 +239,20 @@ class LLM(Frontend):
         try:
             for group in groups:
                 self.engine.add(group)
-        except QueueFullError:
+        except BaseException:
             for group in groups:
                 self.engine.abort(group.request_id)
             raise
 
     def _run(self, groups: Sequence[RequestGroup], progress: bool) -> None:
-        own = {group.request_id for group in groups}
+        own, left = {group.request_id for group in groups}, deque(groups)
         with progress_bar("requests", len(groups), progress) as advance:
             try:
-                while not all(group.finished for group in groups):
-                    advance(sum(group.finished and group.request_id in own for group in self.step()))
+                while left:
+                    if left[0].finished:
+                        left.popleft()
+                    else:
+                        advance(sum(group.finished and group.request_id in own for group in self.step()))
             except BaseException:
                 for group in groups:
                     self.engine.abort(group.request_id)

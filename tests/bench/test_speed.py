@@ -68,6 +68,14 @@ def rounds_of(*prompts: tuple[float, ...], num_steps: int = 50) -> Rounds:
     return [[{"none": plain, "x": drafted(ratio)} for ratio in ratios] for ratios in prompts]
 
 
+def test_an_answer_of_one_step_says_nothing_of_decoding() -> None:
+    rounds = rounds_of((2.0,), (2.0,), (2.0,))
+    short = SpeedRun(((1,),), 3, 1, 0.01, 0.0, 0, drafted=3, accepted=2)
+    assert detail("x", [*rounds, [{"none": rounds[0][0]["none"], "x": short}]]).decode_speedup == 2.0
+    alone = detail("x", [[{"none": short, "x": short}]])
+    assert (alone.decode_speedup, alone.decode_tokens_per_s, alone.decode_within_noise) == (1.0, 0.0, True)
+
+
 def test_intervals_are_students_over_log_ratios() -> None:
     assert [round(student_t(freedom), 2) for freedom in (1, 2, 3, 9, 29)] == [12.71, 4.30, 3.18, 2.26, 2.05]
     assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)

@@ -95,6 +95,17 @@ def test_a_draft_model_is_downloaded_in_sight_once_the_options_are_checked(
     assert "downloading org/mini, " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "drafting", [("--drafter", "draft", "--draft-model", "org/mini"), ("--drafter", "draft=org/mini")]
+)
+def test_the_demo_downloads_its_draft_model_in_sight(
+    hub: FakeHub, run: Any, monkeypatch: pytest.MonkeyPatch, drafting: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(hub_download, "RESUMED_BYTES", LFS_BYTES)
+    ran = run("demo", "Hi", *drafting, "--max-tokens", "4", "--repeats", "1")
+    assert "downloading org/mini, " in ran.stderr and "the same 4 tokens" in ran.stdout
+
+
 def heed_interrupts() -> None:
     """Shells let what they start in the background ignore Ctrl-C, and children inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -56,6 +56,11 @@ def test_an_answer_is_written_again_and_the_system_message_changes(run: Any, ask
     assert asked == [[one], [one], [system, two], [system, two]]
 
 
+def test_a_path_is_no_command(run: Any, asked: list[list[dict[str, str]]]) -> None:
+    run("chat", "--max-tokens", "4", stdin="/etc/hosts has two names, why?\n")
+    assert asked == [[{"role": "user", "content": "/etc/hosts has two names, why?"}]]
+
+
 def test_commands_with_something_behind_them_do_nothing(run: Any, asked: list[list[dict[str, str]]]) -> None:
     said = run("chat", "--max-tokens", "4", stdin="One\n/again now\n/exit now\n/reset all\nTwo\n/quit\nThree\n").stderr
     assert [conversation[-1]["content"] for conversation in asked] == ["One", "Two"] and len(asked[1]) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -307,6 +308,18 @@ def test_a_failed_request_claims_no_rows() -> None:
     assert drafter.num_ready(request) == (3, 4)
     drafter.propose([Draft(request, 5)])
     assert drafter.num_ready(request) == (0, 0)
+
+
+@pytest.mark.parametrize("said", [None, 3])
+def test_rows_that_are_no_tuple_are_a_failure_of_the_drafter(said: Any) -> None:
+    class Forgetful(Failing):
+        def num_ready(self, request: Request) -> tuple[int, ...]:
+            return said
+
+    drafter = guarded(Forgetful(raising))
+    request = Request("r", (1, 2, 3, 4, 5), SamplingParams(), seed=3)
+    assert not any(drafter.num_ready(request)) and "failing" in request.failed_drafters
+    assert drafter.health["failing"].num_errors == 1
 
 
 def test_a_call_counts_once_however_many_trees_it_spoils() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from forerun.core import Request, SamplingParams
+from forerun.core import Request, SamplingParams, TokenBits
 from forerun.engine.outputs import RequestGroup
 from forerun.errors import GrammarError
 from forerun.speculation.sampling import WAIT_S
@@ -151,7 +151,7 @@ class Broken(Parity):
 
 @pytest.mark.parametrize("drafter", ["none", "draft", "draft-tree"])
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
-@pytest.mark.parametrize("said", [KeyError("x"), [-1], [VOCAB], ["a"], 7])
+@pytest.mark.parametrize("said", [KeyError("x"), [-1], [VOCAB], ["a"], 7, TokenBits("x")])  # type: ignore[arg-type]
 def test_a_users_grammar_that_fails_ends_its_request_alone(drafter: str, verification: str, said: object) -> None:
     groups = [request(0, None), request(1, Broken(said))]
     made = harness.engine(drafter, model=ToyModel(), verification=verification)

@@ -208,6 +208,32 @@ def test_a_damaged_block_is_computed_again(checkpoint: Path, tmp_path: Path) -> 
     assert cached([warm]) == [28] and stats(third_engine).corrupted_blocks == 0
 
 
+def test_without_memory_for_copies_requests_go_on(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("CUDA out of memory")
+
+    [wanted] = asked(1, tail=0, lengths=(30,))
+    first = engine(checkpoint, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("forerun.cache.spill.enqueue_to_host", full)
+        truth = harness.run(first, [harness.fresh(wanted)])
+    tiers(first).spill.flush()
+    assert "could not be copied" in caplog.text and not list(tmp_path.rglob("*.kv"))
+    first.scheduler.check_integrity()
+    tiers(first).spill.save(list(nodes(first)))
+    tiers(first).spill.flush()
+    second = engine(checkpoint, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Spill, "fill", full)
+        assert harness.run(second, [again := harness.fresh(wanted)]) == truth
+    assert cached([again]) == [0] and "could not be read" in caplog.text
+    second.scheduler.check_integrity()
+    assert harness.run(engine(checkpoint, tmp_path), [warm := harness.fresh(wanted)]) == truth
+    assert cached([warm]) == [28]
+
+
 def test_salts_and_other_weights_are_apart(checkpoint: Path, tmp_path: Path) -> None:
     [wanted] = asked(1, lengths=(30,))
 

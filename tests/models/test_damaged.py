@@ -107,9 +107,10 @@ DAMAGE: dict[str, Change] = {
     "tokenizer is empty": write("tokenizer.json", "{}"),
     "settings are a list": write("tokenizer_config.json", "[]"),
     "index is empty": lambda folder: ((folder / WEIGHTS).unlink(), write(f"{WEIGHTS}.index.json", "{}")(folder)),
-    "index names nothing": lambda folder: write(
-        f"{WEIGHTS}.index.json", '{"metadata": {}, "weight_map": {"a": "b.safetensors"}}'
-    )(folder),
+    "index names nothing": lambda folder: (
+        (folder / WEIGHTS).unlink(),
+        write(f"{WEIGHTS}.index.json", '{"metadata": {}, "weight_map": {"a": "b.safetensors"}}')(folder),
+    ),
     "a tensor is missing": tensors(lambda found, name: found.pop(name)),
     "a tensor has another name": tensors(lambda found, name: found.update({"x": found.pop(name)})),
     "a tensor is shorter": tensors(lambda found, name: found.update({name: found[name][:-1].clone()})),
@@ -213,6 +214,8 @@ def test_a_decoder_of_an_encoders_family_runs(tmp_path: Path, kernels: Kernels) 
 
 def test_an_adapter_says_what_it_is(folder: Path, kernels: Kernels) -> None:
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base", "peft_type": "LORA"}')
+    assert load_model(folder, kernels).model.vocab_size, "a merged model that lies beside its adapter is a model"
+    (folder / WEIGHTS).unlink()
     for name in ("config.json", ""):
         said = refused(folder, kernels)
         assert "PEFT adapter for the model org/base" in said

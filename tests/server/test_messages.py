@@ -102,6 +102,16 @@ def test_the_same_conversation_whatever_the_template(name: str) -> None:
     assert plain(made.messages) == plain(expected.messages) and made.tools == expected.tools
 
 
+def test_what_differs_in_every_request_of_claude_code_is_no_part_of_the_prompt() -> None:
+    """Its first block would be the first line of the prompt, behind which no prefix is known."""
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.36; cch=97bd6;"}
+    asked = {"messages": [{"role": "user", "content": "Hi"}]}
+    whole = CountTokensBody(**asked, system=[billing, {"type": "text", "text": "Be brief."}])
+    assert plain(chat_body(whole, "", False).messages)[0] == {"role": "system", "content": "Be brief."}
+    alone = chat_body(CountTokensBody(**asked, system=[billing]), "", False)
+    assert [message.role for message in alone.messages] == ["user"]
+
+
 @pytest.mark.parametrize(
     ("asked", "template", "made"),
     [

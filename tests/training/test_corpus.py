@@ -33,6 +33,7 @@ def test_texts_of_files(tmp_path: Path) -> None:
     answers = '{"about": 1}\n{"prompt": [1, 2], "answer": [3]}\n'
     for name, content, expected in (
         ("a.txt", "One text\n\nof a file", [ids("One text\n\nof a file")]),
+        ("b.txt", b"\xef\xbb\xbfOne text\r\n\r\nof a file", [ids("One text\n\nof a file")]),
         ("a.py", "def add(a, b):\n    return a", [ids("def add(a, b):\n    return a")]),
         ("a.jsonl", jsonl, list(map(ids, strings))),
         ("a.json", json.dumps(LINES), list(map(ids, strings))),

@@ -32,7 +32,7 @@ from forerun.errors import (
 from forerun.kernels.select import select_kernels
 from forerun.models.loader import load_model
 from forerun.training.chat import END_OF_TEXT
-from forerun.training.checkpoint import read_checkpoint
+from forerun.training.checkpoint import read_checkpoint, write_atomically
 from forerun.training.export import export_model
 from forerun.training.heads import answers, capture, plots, sequences
 from forerun.training.heads.capture import progress_of
@@ -191,11 +191,23 @@ def test_a_run_of_another_recipe_or_data_is_not_continued(target: Path, tmp_path
     recipe, folder = recipe_of("medusa", tmp_path), tmp_path / "run"
     train_head(recipe, job_of(target, folder), HeadConsole())
     wider = replace(recipe, head=replace(recipe.head, num_layers=2))
-    with pytest.raises(TrainingError, match="head was .*'num_layers': 1.* --fresh"):
+    with pytest.raises(TrainingError, match=r"head\.num_layers was 1, is 2\. .*--fresh"):
         train_head(wider, job_of(target, folder), HeadConsole())
     with pytest.raises(TrainingError, match="another --out"):
         train_head(recipe.with_sizes(None, None, 640, None), job_of(target, folder), HeadConsole())
     assert train_head(wider, job_of(target, folder, fresh=True), HeadConsole())
+
+
+def test_fields_that_an_older_run_lacks_do_not_count(target: Path, tmp_path: Path) -> None:
+    recipe, folder = recipe_of("medusa", tmp_path), tmp_path / "run"
+    train_head(recipe, job_of(target, folder), HeadConsole())
+    state = read_checkpoint(folder / "last.pt")
+    del state["identity"]["data"]["capture_bytes"]
+    write_atomically(folder / "last.pt", state)
+    assert train_head(recipe, job_of(target, folder), HeadConsole())
+    write_atomically(folder / "last.pt", {**state, "identity": {}})
+    with pytest.raises(TrainingError, match="holds another training: .* --fresh"):
+        train_head(recipe, job_of(target, folder), HeadConsole())
 
 
 def test_a_run_is_kept_until_new_data_is_read(target: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ COMMITTED = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 KINDS = {path: tomllib.loads(path.read_text("utf-8")).get("kind") for path in COMMITTED}
 HEADS = [path for path in COMMITTED if KINDS[path]]
 MODELS = [path for path in COMMITTED if path not in HEADS]
+DISTILL = '[distill]\nteacher = "x"\nsample_tokens = 9\nsample_share = {}\ngreedy_share = {}\n\n[mix]'
 
 
 @pytest.mark.parametrize("path", HEADS, ids=lambda path: path.stem)
@@ -49,6 +50,15 @@ def test_committed_recipes_load(path: Path) -> None:
         ("decay_steps = 3", "decay_steps = 9", "exceed schedule.steps"),
         ("warmup_steps = 2", "warmup_steps = 0", "schedule.warmup_steps"),
         ("heldout_every = 4", "heldout_every = 3", "run.heldout_every"),
+        ("log_every = 2", "log_every = 0", "log_every must be at least 1; got 0"),
+        ("checkpoint_every = 100", "checkpoint_every = 0", "checkpoint_every must be at least 1; got 0"),
+        ("heldout_every = 4", "heldout_every = 0", "heldout_every must be at least 1; got 0"),
+        ("seq_len = 16", "seq_len = 0", "seq_len must be at least 1; got 0"),
+        ("tokens_per_step = 128", "tokens_per_step = 0", "tokens_per_step must be at least 1; got 0"),
+        ("micro_tokens = 64", "micro_tokens = 0", "micro_tokens must be at least 1; got 0"),
+        ("[mix]", DISTILL.format(0, 0.5), "distill.sample_share must lie between 0 and 1"),
+        ("[mix]", DISTILL.format(1, 0.5), "distill.sample_share must lie between 0 and 1"),
+        ("[mix]", DISTILL.format(0.5, 1.5), "distill.greedy_share from 0 to 1; got 0.5 and 1.5"),
         (
             "heldout_every = 4",
             'heldout_every = 4\ndevice = "tpu"',

@@ -58,6 +58,11 @@ def test_interrupted_equals_uninterrupted(recipe: Recipe, tmp_path: Path) -> Non
     assert_equal(weights_of(tmp_path / "whole"), weights_of(tmp_path / "parts"))
 
 
+def test_a_stop_in_the_last_step_has_finished(recipe: Recipe, tmp_path: Path) -> None:
+    assert train_lm(recipe, tmp_path / "run", False, StopAt(recipe.schedule.steps))
+    assert read_checkpoint(tmp_path / "run" / "last.pt")["step"] == recipe.schedule.steps
+
+
 def test_more_steps_go_on_from_before_the_decay(recipe: Recipe, tmp_path: Path) -> None:
     longer = replace(recipe, schedule=replace(recipe.schedule, steps=12))
     assert train_lm(recipe, tmp_path / "run", False, Console())

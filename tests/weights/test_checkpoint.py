@@ -57,6 +57,13 @@ def test_shards(folder: Path) -> None:
     assert Checkpoint.open(shard(folder, {"a": "one.safetensors"})).tensor("a").shape == (2, 3)
 
 
+def test_an_index_of_files_that_are_gone_does_not_hide_the_model_in_one_file(folder: Path) -> None:
+    """transformers leaves it where a model that was in shards is saved again in one file."""
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert Checkpoint.open(folder).tensor("a").shape == (2, 3)
+
+
 @pytest.mark.parametrize(
     ("weight_map", "named"),
     [

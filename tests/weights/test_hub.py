@@ -58,6 +58,20 @@ def test_a_gguf_model_is_called_by_its_quantization() -> None:
     }
 
 
+def test_unsloths_names_are_found_with_and_without_their_beginning() -> None:
+    files = ["m-IQ2_M.gguf", "m-UD-IQ2_M.gguf", "m-UD-Q4_K_XL.GGUF"]
+    for name, file in (("iq2_m", 0), ("UD-IQ2_M", 1), ("UD-Q4_K_XL", 2), ("Q4_K_XL", 2)):
+        assert choose_files(HubName("o/m", name), files) == [files[file]]
+
+
+def test_weights_in_folders_are_no_part_of_a_model() -> None:
+    top = ["config.json", "model.safetensors"]
+    inside = ["checkpoint-500/model.safetensors", "checkpoint-500/model.safetensors.index.json", "onnx/model.onnx"]
+    assert choose_files(HubName("o/m"), [*top, *inside]) == top
+    pickled = ["config.json", "pytorch_model.bin"]
+    assert choose_files(HubName("o/m"), [*pickled, *inside]) == pickled
+
+
 def test_what_a_name_picks() -> None:
     both = ["config.json", "model.safetensors", "m-Q8_0.gguf"]
     assert choose_files(HubName("o/m"), both) == ["config.json", "model.safetensors"]

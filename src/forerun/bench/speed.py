@@ -174,7 +174,10 @@ def detail(name: str, rounds: Rounds) -> SpeedDetail:
     """The figures behind a drafter's row."""
     runs = [repeats[0][name] for repeats in rounds]
     speedups = _per_case(rounds, _speedup(name))
-    decode_speedup, decode_interval, decode_within_noise = _gain(name, rounds, _decode_speedup(name))
+    # An answer that ends in the first step says nothing of decoding; counted as 1.0 it would hide what others say.
+    decoded = [repeats for repeats in rounds if all(_decodes(runs[name]) and _decodes(runs[PLAIN]) for runs in repeats)]
+    gain = _gain(name, decoded, _decode_speedup(name)) if decoded else (1.0, None, True)
+    decode_speedup, decode_interval, decode_within_noise = gain
     depths = total_count(run.trees for run in runs).depths
     return SpeedDetail(
         num_prompts=len(rounds),
@@ -182,7 +185,7 @@ def detail(name: str, rounds: Rounds) -> SpeedDetail:
         drafted=sum(run.drafted for run in runs),
         accepted=sum(run.accepted for run in runs),
         decode_tokens_per_s=round(
-            median(_per_case(rounds, lambda r: _rate(r[name].decode_tokens, r[name].decode_s))), 2
+            median(_per_case(decoded, lambda r: _rate(r[name].decode_tokens, r[name].decode_s)) or [0.0]), 2
         ),
         decode_speedup=decode_speedup,
         decode_interval=decode_interval,
@@ -235,8 +238,12 @@ def _pace(run: SpeedRun) -> float:
     return _rate(run.seconds, run.num_tokens)
 
 
+def _decodes(run: SpeedRun) -> bool:
+    """Whether there were steps behind the first, which reads the prompt."""
+    return run.decode_tokens > 0 and run.decode_s > 0.0
+
+
 def _decode_pace(run: SpeedRun) -> float:
-    """0 for a run of one step, which has no decode time."""
     return _rate(run.decode_s, run.decode_tokens)
 
 

@@ -30,7 +30,7 @@ from forerun.cache.lower import state_key
 from forerun.cache.prefix_cache import Node
 from forerun.cache.states import RecurrentStates
 from forerun.cache.tiers import Bytes, Record, Tier
-from forerun.kernels.device import to_device
+from forerun.kernels.device import enqueue_to_host, to_device
 
 MAX_UNWRITTEN: Final = 512 << 20  # bytes copied out that wait for a thread to write them
 TOUCH_S: Final = 60.0  # between two notes that a block in the pool was used
@@ -142,8 +142,13 @@ class Spill:
         return len(nodes)
 
     def store(self, nodes: Sequence[Node]) -> None:
-        """Copy these out of the pool and have them written."""
-        self._submit(self._copy_out(nodes))
+        """Copy these out of the pool and have them written; without memory for the copies, not this time."""
+        try:
+            parcel = self._copy_out(nodes)
+        except (MemoryError, RuntimeError):  # what torch raises without memory; requests do not depend on this
+            log.warning("blocks of KV could not be copied out of the pool; requests go on", exc_info=True)
+        else:
+            self._submit(parcel)
 
     def _copy_out(self, nodes: Sequence[Node]) -> _Outgoing:
         chosen = to_device(torch.tensor([node.block for node in nodes]), self._device)
@@ -152,7 +157,7 @@ class Spill:
         blank = next((torch.zeros_like(state) for state in states if state is not None), None)
         if blank is not None:
             rows.append(torch.stack([blank if state is None else state for state in states]))
-        on_host, copied = _to_host(rows)
+        on_host, copied = enqueue_to_host(rows)
         for node in nodes:
             node.saved, node.touched_s = sum(node.ready), perf_counter()
         return _Outgoing(
@@ -166,14 +171,18 @@ class Spill:
         is_due = self.states is not None and not node.has_saved_state and self.states.has(node.block)
         has_room = self._waiting.num_bytes + self.state_bytes <= MAX_UNWRITTEN
         if is_due and has_room and any(tier.is_open for tier in self.tiers):
-            node.has_saved_state = True
             self.store_state(node)
 
     def store_state(self, node: Node) -> None:
         """Copy the state that is kept after this block and have it written."""
         state = None if self.states is None else self.states.kept(node.block)
         assert state is not None, "the state is not kept"
-        on_host, copied = _to_host([tensor.reshape(1, -1).clone() for tensor in state])
+        try:
+            on_host, copied = enqueue_to_host([tensor.reshape(1, -1).clone() for tensor in state])
+        except (MemoryError, RuntimeError):
+            log.warning("a recurrent state could not be copied out; requests go on", exc_info=True)
+            return
+        node.has_saved_state = True
         keys, num_bytes = [state_key(node.key)], self.state_bytes
         self._submit(_Outgoing([node], keys, [()], [()], on_host, [True], len(on_host), copied, num_bytes))
 
@@ -300,16 +309,6 @@ class Spill:
 
 def _mean(before: float | None, new: float) -> float:
     return new if before is None else before + _RECENT * (new - before)
-
-
-def _to_host(rows: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-    """Copies on the host, and what waits for them: a GPU makes them behind what it was given before."""
-    if not rows[0].is_cuda:
-        return list(rows), lambda: None
-    on_host = [torch.empty_like(row, device="cpu", pin_memory=True).copy_(row, non_blocking=True) for row in rows]
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
-    return on_host, copied.synchronize
 
 
 # -- on the threads -----------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ finds them there. Nothing depends on whether that works out: what does not come 
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -28,6 +29,8 @@ LONGEST_WAIT_S: Final = 10.0  # for a reading, of a request that could be comput
 PAUSE_S: Final = 0.01  # of the engine, when all it could do is being read; then it hears who else came
 ASK_AGAIN_S: Final = 0.5  # between two looks for a request that waits for something else: each asks for many files
 _REMEMBERED = 4096  # requests that have asked
+
+log = logging.getLogger("forerun.cache")
 
 
 class _Missing(NamedTuple):
@@ -216,10 +219,12 @@ class TieredPrefixes:
         """See `LowerTiers`."""
         for key in [key for key, reading in self._readings.items() if reading.loaded.done()]:
             reading = self._readings.pop(key)
-            if reading.loaded.exception() is None:
+            try:
                 loaded = reading.loaded.result()
                 self._place(reading, loaded)
                 self.spill.drop(loaded)
+            except Exception:
+                log.warning("blocks of KV could not be read; they are computed", exc_info=True)
 
     def _place(self, reading: _Fetch, loaded: Loaded) -> None:
         path = self._path(reading.request)
@@ -231,17 +236,19 @@ class TieredPrefixes:
         above = [node.block for node in path[1:]]
         self._pool.share(above)
         blocks = self._pool.allocate(len(new)) or []
-        if len(blocks) == len(new):
-            if new:
-                self.spill.fill(blocks, loaded, num_done)
-            for block, record in zip(blocks, new, strict=True):
-                node = self._cache.insert(path[-1], record.tokens, block, reading.request)
-                node.ready, node.saved, node.touched_s = list(record.ready), record.num_ready, perf_counter()
-                path.append(node)
-            self._place_state(reading.missing.state, loaded, path)
-            self.spill.was_read(loaded, perf_counter() - reading.began_s)
-            self.num_hits += bool(loaded.blocks or loaded.state)
-        self._pool.release([*above, *blocks])
+        try:
+            if len(blocks) == len(new):
+                if new:
+                    self.spill.fill(blocks, loaded, num_done)
+                for block, record in zip(blocks, new, strict=True):
+                    node = self._cache.insert(path[-1], record.tokens, block, reading.request)
+                    node.ready, node.saved, node.touched_s = list(record.ready), record.num_ready, perf_counter()
+                    path.append(node)
+                self._place_state(reading.missing.state, loaded, path)
+                self.spill.was_read(loaded, perf_counter() - reading.began_s)
+                self.num_hits += bool(loaded.blocks or loaded.state)
+        finally:
+            self._pool.release([*above, *blocks])
 
     def _place_state(self, wanted: RecordName | None, loaded: Loaded, path: Sequence[Node]) -> None:
         """The state goes with its block, which is in the tree now."""

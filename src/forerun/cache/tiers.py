@@ -122,7 +122,10 @@ class HostTier:
             if old is not None and not record.is_better_than(old):
                 self._records.move_to_end(key)
                 return True
-        own = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned).numpy()
+        try:
+            own = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned).numpy()
+        except (MemoryError, RuntimeError):  # less can be pinned than was asked for
+            return False
         own[:] = record.payload
         with self._lock:
             old = self._records.pop(key, None)

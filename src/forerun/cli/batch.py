@@ -17,7 +17,7 @@ import typer
 
 from forerun.cli import options as opt
 from forerun.cli.console import err, out, print_json
-from forerun.cli.engine import engine_options, open_llm
+from forerun.cli.engine import engine_options, needing, open_llm
 from forerun.cli.groups import values
 from forerun.cli.serve import ServedDrafting, ServedEngine, model_id
 from forerun.errors import ConfigError, ResourceError
@@ -72,7 +72,8 @@ def batch(files: Files, cluster: OnCluster, engine: ServedEngine, drafting: Serv
     """Answer a file of requests, many at a time. The answers depend on the rows and --seed alone."""
     import asyncio
 
-    from forerun.server.batch_files import BatchInput, MadeWith, open_answers
+    with needing("server", "batch"):
+        from forerun.server.batch_files import BatchInput, MadeWith, open_answers
 
     name, shard = opt.chosen_model(None, files.model), _shard(files.shard)
     _check(files, cluster, drafting)
@@ -151,7 +152,8 @@ def _answering(
     name: str, files: Files, cluster: OnCluster, engine: ServedEngine, drafting: ServedDrafting
 ) -> AbstractAsyncContextManager[Answering]:
     """What answers rows: an engine that is loaded here, or a cluster whose workers begin when it is entered."""
-    from forerun.server.batch_engine import RowOptions, answering
+    with needing("server", "batch"):
+        from forerun.server.batch_engine import RowOptions, answering
 
     given = {**drafting.of(name), **values(engine)}
     options = RowOptions(

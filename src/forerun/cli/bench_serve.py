@@ -16,6 +16,7 @@ import typer
 from forerun.bench.prompts import read_prompts
 from forerun.cli import options as opt
 from forerun.cli.console import err, out, print_json, print_note, table
+from forerun.cli.engine import needing
 from forerun.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -129,13 +130,9 @@ class _Request:
 
 def _request(given: Options) -> _Request:
     """Raises ConfigError for options that do not go together, before anything is sent."""
-    try:
+    with needing("server", "bench serve"):
         from forerun.bench.serve_client import api_root
         from forerun.bench.serve_load import OfferedLoad
-    except ImportError as error:
-        raise ConfigError(
-            f'`forerun bench serve` needs `pip install ".[server]"` in the checkout of forerun ({error})'
-        ) from error
     from forerun.bench.chart import check_chart
     from forerun.bench.serve_report import Objective
     from forerun.bench.serve_workload import ENDPOINTS

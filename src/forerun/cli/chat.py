@@ -106,7 +106,7 @@ class ChatSession:
             case "/drafts":
                 self.show_drafts = not self.show_drafts
                 print_note("tokens are coloured by who drafted them" if self.show_drafts else "tokens have no colours")
-            case _ if command.startswith("/"):
+            case _ if command.startswith("/") and "/" not in command[1:]:  # else it is a path
                 _help(command)
             case _ if line:
                 self._say(line)

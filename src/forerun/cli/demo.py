@@ -26,7 +26,7 @@ from rich.text import Text
 from forerun.cli import options as opt
 from forerun.cli.console import out
 from forerun.cli.drafted import DraftedPiece, DraftedText, has_colour, legend, render
-from forerun.cli.engine import open_llm, other_engine
+from forerun.cli.engine import open_llm, other_engine, prepare
 from forerun.cli.generate import as_prompt
 from forerun.cli.groups import values
 from forerun.core import CompletionOutput, SamplingParams, speedup
@@ -65,11 +65,10 @@ def demo(
     repeats: Annotated[int, typer.Option(help="Timed runs of each.", min=1)] = 5,
 ) -> None:
     """Write each answer twice, without and with speculation; show that it is the same, and how much faster."""
-    from forerun.drafters.named import default_drafter
-
     name = opt.chosen_model(None, model)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    chosen = drafter or default_drafter(name, draft_model)
+    chosen = opt.Drafting(drafter=drafter, draft_model=draft_model).of(name)["drafter"]
+    prepare(name, chosen, draft_model)
     plain = open_llm(name, PLAIN, max_num_seqs=1, **values(machine))
     drafted = other_engine(plain, chosen, draft_model)
     Demo(name, TASKS if prompt is None else (prompt,), (plain, drafted), params).run(repeats)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.cli.console import print_note
-from forerun.cli.engine import fetch
+from forerun.cli.engine import fetch, needing
 from forerun.cli.serve import check_address
 from forerun.config import use_serve_grpc
 from forerun.errors import ConfigError
@@ -71,10 +71,8 @@ def deploy(file: File, address: Cluster = None, name: Application = APPLICATION,
 
 
 def _read(file: Path) -> Deployment:
-    try:
+    with needing("ray", "deploy"):
         from forerun.replicas.deployment import read_deployment
-    except ImportError as error:
-        raise _extra_missing(error) from error
     return read_deployment(file)
 
 
@@ -86,14 +84,8 @@ def _send_token(address: str) -> None:
 
 def _import_ray() -> None:
     use_serve_grpc()
-    try:
+    with needing("ray", "deploy"):
         import ray.serve  # noqa: F401
-    except ImportError as error:
-        raise _extra_missing(error) from error
-
-
-def _extra_missing(error: ImportError) -> ConfigError:
-    return ConfigError(f'`forerun deploy` needs `pip install ".[ray]"` in the checkout of forerun ({error})')
 
 
 def _fetch(deployment: Deployment) -> None:

@@ -1,14 +1,14 @@
 """Opens an engine for a command, and summarises a request's figures.
 
-Knows: the offline API. Does not know: options of single commands.
+Knows: the offline API, and how a missing extra is told. Does not know: options of single commands.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,17 @@ def open_to_answer(
 def adapter_of(llm: LLM) -> str | None:
     """The name of the adapter that answers have, where at most one is loaded."""
     return next(iter(llm.adapters), None)
+
+
+@contextmanager
+def needing(extra: str, command: str) -> Iterator[None]:
+    """Imports of what only an extra installs; raises ConfigError that says how to get it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f'`forerun {command}` needs `pip install ".[{extra}]"` in the checkout of forerun ({error})'
+        ) from error
 
 
 def prepare(model: str, drafter: str | DrafterConfig, draft_model: str | None = None, **options: Any) -> None:

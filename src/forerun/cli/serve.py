@@ -17,7 +17,7 @@ import typer
 
 from forerun.cli import options as opt
 from forerun.cli.console import print_note
-from forerun.cli.engine import open_llm
+from forerun.cli.engine import needing, open_llm
 from forerun.cli.groups import values
 from forerun.config import api_key_from_environment, follows
 from forerun.errors import ConfigError
@@ -184,12 +184,8 @@ def serve(
 
 
 def _log_to(style: str, level: str) -> None:
-    try:
+    with needing("server", "serve"):
         from forerun.server import logs
-    except ImportError as error:
-        raise ConfigError(
-            f'`forerun serve` needs `pip install ".[server]"` in the checkout of forerun ({error})'
-        ) from error
     for option, value, allowed in (("log-format", style, ("text", "json")), ("log-level", level, logs.LEVELS)):
         if value not in allowed:
             raise ConfigError(f"--{option} must be one of {', '.join(allowed)}; got {value!r}")
@@ -197,13 +193,9 @@ def _log_to(style: str, level: str) -> None:
 
 
 def _settings(name: str, listening: Listening, serving: Serving) -> ServerSettings:
-    try:
+    with needing("server", "serve"):
         from forerun.server.run import affordable
         from forerun.server.settings import ServerSettings, names_of
-    except ImportError as error:
-        raise ConfigError(
-            f'`forerun serve` needs `pip install ".[server]"` in the checkout of forerun ({error})'
-        ) from error
 
     keys = _keys(listening.api_key, listening.api_key_file)
     given = {**values(serving), "max_connections": affordable(serving.max_connections)}

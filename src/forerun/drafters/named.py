@@ -190,6 +190,9 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     given_model = options.get("draft_model")
     wanted = options.get("drafter") or ("none" if given_model is None else default_drafter(model, given_model))
     if isinstance(wanted, DrafterConfig):
+        beside = [name for name in (*sorted(drafter_fields), "draft_model") if options.get(name) is not None]
+        if beside:
+            raise ConfigError(f"{', '.join(beside)} beside a DrafterConfig would not be read: set it there")
         drafter = wanted
         check(drafter)
     else:

@@ -153,6 +153,9 @@ class Member:
     def num_ready(self, request: Request) -> tuple[int, ...]:
         """The drafter's own answer; zeros for a request it failed for."""
         worked, said = self.call("num_ready", [request], request)
+        if worked and not isinstance(said, tuple):
+            self._fail("num_ready", [request], DrafterError(f"it gave {said!r:.40}, not a tuple of numbers"))
+            worked = False
         if worked:
             self._num_kinds = len(said)
         return said if worked and self.drafts_for(request) else (0,) * self._num_kinds

@@ -100,3 +100,13 @@ def upload(host: Tensor, target: Tensor) -> None:
 def indices_on(indices: Sequence[int], device: torch.device) -> Tensor:
     """Indices as a tensor [len(indices)] int64 on `device`; indexing with a list would wait for a GPU."""
     return to_device(torch.tensor(list(indices), dtype=torch.int64), device)
+
+
+def enqueue_to_host(rows: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+    """Copies on the host, and what waits for them: a GPU makes them behind what it was given before."""
+    if not rows[0].is_cuda:
+        return list(rows), lambda: None
+    on_host = [torch.empty_like(row, device="cpu", pin_memory=True).copy_(row, non_blocking=True) for row in rows]
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+    return on_host, copied.synchronize

@@ -37,7 +37,7 @@ from forerun.models.storage import check_float16, decoder_bytes, dense_bytes, st
 from forerun.models.unread import refuse_unread
 from forerun.quant.formats import check_tensors
 from forerun.quant.settings import asks_small_cache
-from forerun.weights.checkpoint import Checkpoint, read_json, read_model_config
+from forerun.weights.checkpoint import Checkpoint, has_weights, read_json, read_model_config
 from forerun.weights.generation import GenerationConfig, end_ids
 from forerun.weights.gguf_checkpoint import GgufCheckpoint, is_gguf
 from forerun.weights.gguf_config import LIMITED_BY
@@ -216,9 +216,9 @@ def _open_text(folder: Path, raw: Mapping[str, Any]) -> Checkpoint:
 def _read_raw(folder: Path) -> dict[str, Any]:
     """A folder's config.json, of a multimodal model what it says of the text part.
 
-    Raises UnsupportedError for a PEFT adapter, which is no model by itself.
+    Raises UnsupportedError for a PEFT adapter, which is no model by itself. A merged model may lie beside one.
     """
-    if (folder / ADAPTER_FILE).exists():
+    if (folder / ADAPTER_FILE).exists() and not has_weights(folder):
         base = str(read_json(folder / ADAPTER_FILE).get(BASE))[:100]
         raise UnsupportedError(
             f"{folder} is a PEFT adapter for the model {base} ({ADAPTER_FILE}), not a model; load that model with the "

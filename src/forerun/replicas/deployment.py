@@ -166,7 +166,7 @@ class Deployment(_Strict):
     @property
     def served_name(self) -> str:
         """What clients call the model."""
-        return self.name or (Path(self.model).name if self.model.endswith(".gguf") else self.model)
+        return self.name or (Path(self.model).name if self.model.lower().endswith(".gguf") else self.model)
 
     def needed(self) -> dict[str, float]:
         """CPUs and GPUs that a cluster must have for all processes to start, as Ray names them."""

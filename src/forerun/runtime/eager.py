@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.kernels.device import to_device
+from forerun.kernels.draws import ChainNoise
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import Passes, PassOutput
 from forerun.models.batch import ForwardBatch, SequenceRows
@@ -60,6 +61,11 @@ class EagerRunner:
             return self.run_below(self._batch([rows_of(*of_tree) for of_tree in levels if of_tree[2]]), fed)
 
         return grow_levels(noise, width, self.run(batch, features), below)
+
+    def _noise_at_once(self, noise: TreeNoise) -> ChainNoise | None:
+        """The noise with which all levels can be drawn without the host; None if logits need more than noise."""
+        needs_host = noise.must_fit(self._passes.vocab_size) or bool(self._passes.hidden_layers)
+        return None if needs_host else noise.by_depth
 
     def _batch(self, rows: Sequence[SequenceRows]) -> ForwardBatch:
         return ForwardBatch.build(rows, self._block_size, self._passes.shift)

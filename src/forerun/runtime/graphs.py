@@ -104,13 +104,12 @@ class GraphRunner(EagerRunner):
 
     def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
         """See `Runner`: all levels as one graph if logits need no shaping but noise, and no tree records q."""
-        batch, records = self._batch(roots), any(noise.records)
-        is_special = noise.must_fit(self._passes.vocab_size) or bool(self._passes.hidden_layers)
-        if noise.by_depth is None or is_special or (records and width > 1):
+        batch, records, by_depth = self._batch(roots), any(noise.records), self._noise_at_once(noise)
+        if by_depth is None or (records and width > 1):
             return self._draw_levels(batch, features, noise, width)
         if records:
-            return noise.recorded(*self._trees.draw_chains(batch, features, noise.by_depth.tensors()))
-        return self._trees.enqueue(batch, features, noise.by_depth.tensors(), width)
+            return noise.recorded(*self._trees.draw_chains(batch, features, by_depth.tensors()))
+        return self._trees.enqueue(batch, features, by_depth.tensors(), width)
 
 
 class CapturedRows:

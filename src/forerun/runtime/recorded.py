@@ -98,11 +98,10 @@ class RecordedRunner(EagerRunner):
 
     def draw(self, roots: Sequence[SequenceRows], features: Tensor | None, noise: TreeNoise, width: int) -> Drawn:
         """See `Runner`: chains in one native call if their logits need no shaping but noise."""
-        batch = self._batch(roots)
-        is_special = noise.must_fit(self._passes.vocab_size) or bool(self._passes.hidden_layers)
-        if width > 1 or noise.by_depth is None or is_special or not self._serves(batch):
+        batch, by_depth = self._batch(roots), self._noise_at_once(noise)
+        if width > 1 or by_depth is None or not self._serves(batch):
             return self._draw_levels(batch, features, noise, width)
-        return self._draw_chains(batch, features, noise, noise.by_depth)
+        return self._draw_chains(batch, features, noise, by_depth)
 
     def _draw_chains(
         self, batch: ForwardBatch, features: Tensor | None, noise: TreeNoise, by_depth: ChainNoise

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
-from pydantic_core import from_json
-
 
 class CallPiece(NamedTuple):
     """New text of a call: a name begins the next call, None continues the last. `arguments` is a part of JSON."""
@@ -382,6 +380,8 @@ def written_json(value: Any) -> str:
 
 def read_json(text: str) -> Any:
     """The value of JSON text a model wrote. Raises ValueError if it is not JSON that an answer can hold."""
+    from pydantic_core import from_json  # of the extra `server`
+
     value = from_json(text, allow_inf_nan=False)
     written_json(value)
     return value

@@ -47,6 +47,8 @@ FIELD_NAMES = {  # chat completions' field -> this API's, for error messages
     "reasoning_effort": "output_config.effort",
 }
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Of Claude Code's first block: other text in every request, so that no prefix would be known, and nothing for a model.
+BILLING = "x-anthropic-billing-header:"
 SWITCH = "enable_thinking"  # the variable's name in templates that have it
 
 
@@ -129,6 +131,8 @@ def _effort(config: OutputConfig, template: str) -> str | None:
 
 
 def _system(system: str | list[TextBlock] | None) -> Iterator[Message]:
+    if isinstance(system, list):
+        system = [block for block in system if not block.text.startswith(BILLING)]
     if system:
         yield Message(role="system", content=system if isinstance(system, str) else _parts(system, "system"))
 

@@ -26,7 +26,6 @@ from forerun.server.call_readers import (
     prose,
 )
 from forerun.server.harmony import Harmony
-from forerun.server.json_schema import moved
 from forerun.server.reasoning import held_back
 from forerun.server.tagged_calls import DSML, GEMMA, GLM, LONGCAT, MINIMAX, QWEN, CallForm, Functions, TaggedCalls
 
@@ -275,6 +274,8 @@ def describe_tools(tools: list[dict[str, Any]]) -> str:
 
 def calls_schema(functions: list[tuple[str, dict[str, Any] | None]], max_calls: int | None) -> dict[str, Any]:
     """The JSON schema of a list of at least one call of these (name, parameters)."""
+    from forerun.server.json_schema import moved  # which needs what only the extra `server` installs
+
     kinds, definitions = [], {}
     for name, parameters in functions:
         place = f"#/$defs/{name}"  # each function's definitions are below it, and its references point there

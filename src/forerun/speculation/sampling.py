@@ -183,13 +183,14 @@ def _apply_grammar(row: Tensor, request: Request, path: Sequence[int]) -> None:
     assert grammar is not None
     try:
         allowed = grammar.allowed([*request.output_token_ids, *path])
+        bits = _unpacked(allowed, row.shape[0]) if isinstance(allowed, TokenBits) else None
         ids = None if allowed is None or isinstance(allowed, TokenBits) else _checked_ids(allowed, row.shape[0])
     except LogitsError:
         raise
     except Exception as error:
         raise _failed(request, error) from error
-    if isinstance(allowed, TokenBits):
-        _allow_bits(row, allowed)
+    if bits is not None:
+        row.masked_fill_(bits.to(row.device) == 0, NEG_INF)
     elif ids is not None:
         _allow_only(row, ids.to(row.device))
 
@@ -222,9 +223,11 @@ def _allow_only(row: Tensor, ids: Tensor) -> None:
     row[ids] = kept
 
 
-def _allow_bits(row: Tensor, allowed: TokenBits) -> None:
-    bits = np.unpackbits(np.frombuffer(allowed.packed, np.uint8), count=row.shape[0], bitorder="little")
-    row.masked_fill_(torch.from_numpy(bits).to(row.device) == 0, NEG_INF)  # ids beyond the bits count as not allowed
+def _unpacked(allowed: TokenBits, num_tokens: int) -> Tensor:
+    """On the host, one number a token: 0 for what is not allowed, as for ids beyond the bits."""
+    return torch.from_numpy(
+        np.unpackbits(np.frombuffer(allowed.packed, np.uint8), count=num_tokens, bitorder="little")
+    )  # [num_tokens]
 
 
 def _ban(row: Tensor, token_ids: Iterable[int]) -> None:

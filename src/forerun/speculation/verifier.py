@@ -260,7 +260,7 @@ class RejectionVerifier:
 
 
 class _Distributions:
-    """The target's distribution at each node, computed when a rule asks for it: once."""
+    """The target's distribution at each node, computed when a rule asks for it. A rule asks once for each node."""
 
     def __init__(self, logits: Tensor, candidate: Candidate, give_up_s: float) -> None:
         self._logits = logits

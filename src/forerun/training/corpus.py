@@ -6,7 +6,6 @@ Knows: which files hold texts, and how. Does not know: how a corpus is stored (`
 from __future__ import annotations
 
 import json
-import lzma
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from forerun.errors import ConfigError, DataError
 from forerun.models.overview import look_at
 from forerun.training.data import strings_in
 from forerun.training.heads.answers import check_vocabulary
+from forerun.training.heads.prompts import read_whole
 from forerun.weights.corpus import CorpusSize, fingerprint, write_corpus
 from forerun.weights.tokenizer import Tokenizer
 
@@ -44,12 +44,7 @@ def make_corpus(model: str, files: Sequence[Path], out: Path, max_size: str, rep
 
 def texts_of(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
     """The token ids of each text in a file: the whole file, every string of a record, or a prompt with its answer."""
-    kind = Path(path.stem).suffix if path.suffix == ".xz" else path.suffix
-    try:
-        raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
-        text = raw.decode("utf-8")
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read text from {path}: {getattr(error, 'strerror', None) or error}") from error
+    text, kind = read_whole(path, "text")
     if kind == ANSWERS:
         yield from _answers(text, path, tokenizer)
         return

@@ -26,6 +26,13 @@ T = TypeVar("T", bound="DataclassInstance")
 FOLDERS = ("dir", "generated_dir", "bench_dir", "start_from", "teacher", "tokenizer_from")  # fields that name one
 
 
+def check_at_least_one(options: Any, *names: str) -> None:
+    """Refuses fields below one."""
+    for name in names:
+        if getattr(options, name) < 1:
+            raise ConfigError(f"{name} must be at least 1; got {getattr(options, name)}")
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where text comes from; folders are relative to the working directory."""
@@ -55,6 +62,7 @@ class ScheduleConfig:
     micro_tokens: int
 
     def __post_init__(self) -> None:
+        check_at_least_one(self, "seq_len", "decay_seq_len", "tokens_per_step", "micro_tokens")
         for name in ("seq_len", "decay_seq_len"):
             if self.micro_tokens % getattr(self, name):
                 raise ConfigError(f"schedule.micro_tokens {self.micro_tokens} is not a multiple of schedule.{name}")
@@ -109,6 +117,7 @@ class RunConfig:
     precision: str = "float32"  # of the matrix products; weights, sums and the optimizer's state stay float32
 
     def __post_init__(self) -> None:
+        check_at_least_one(self, "log_every", "checkpoint_every", "heldout_every")
         if self.precision not in PRECISIONS:
             raise ConfigError(f"run.precision = {self.precision!r} is unknown; allowed are {', '.join(PRECISIONS)}")
         if self.device not in DEVICES:
@@ -133,6 +142,14 @@ class DistillConfig:
     prompt_tokens: int = 64
     continuation_tokens: int = 192
     greedy_share: float = 0.25  # of the teacher's text, written at T = 0; the rest at T = 1
+
+    def __post_init__(self) -> None:
+        check_at_least_one(self, "sample_tokens", "sample_batch", "prompt_tokens", "continuation_tokens")
+        if not 0 < self.sample_share < 1 or not 0 <= self.greedy_share <= 1:
+            raise ConfigError(
+                "distill.sample_share must lie between 0 and 1, distill.greedy_share from 0 to 1; got "
+                f"{self.sample_share} and {self.greedy_share}"
+            )
 
 
 @dataclass(frozen=True)

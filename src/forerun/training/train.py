@@ -137,7 +137,7 @@ class Trainer:
             if self.is_due(self.recipe.run.checkpoint_every) or watcher.should_stop():
                 self.save()
             if watcher.should_stop():
-                return False
+                return self.step == self.recipe.schedule.steps
         return True
 
     def is_due(self, every: int) -> bool:

@@ -294,11 +294,16 @@ def has_weights(folder: Path) -> bool:
 
 def _read_folder(folder: Path) -> dict[str, StoredTensor]:
     for index, single in _LAYOUTS:
-        if (folder / index).exists():
+        if (folder / index).exists() and not ((folder / single).exists() and _is_stale(folder / index)):
             return _read_shards(folder / index)
         if (folder / single).exists():
             return read_file(folder / single)
     raise _no_weights(folder)
+
+
+def _is_stale(index: Path) -> bool:
+    """Whether files it names are gone: transformers saves a model in one file and leaves an older index beside it."""
+    return any(not (index.parent / shard).exists() for shard in set(_weight_map(index).values()))
 
 
 def _no_weights(folder: Path) -> CheckpointError:

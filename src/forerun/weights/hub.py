@@ -26,8 +26,11 @@ TOKENIZERS = ("tokenizer", "vocab", "spiece")  # how the names of their files be
 USUAL_QUANT = "Q4_K_M"
 _NAME = re.compile(r"((?:\w(?:[\w.-]*\w)?/)?\w(?:[\w.-]*\w)?)(?::([\w./-]+))?", re.ASCII)
 _LONGEST = 96  # letters of a repository
-_QUANT = re.compile(r"(?<![A-Z0-9])((?:IQ|TQ|Q)\d\w*|MXFP4\w*|BF16|FP?16|FP?32)(?![A-Z0-9_])", re.IGNORECASE)
-_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
+_QUANT = re.compile(
+    r"(?<![A-Z0-9])((?:UD-)?(?:(?:IQ|TQ|Q)\d\w*|MXFP4\w*|BF16|FP?16|FP?32))(?![A-Z0-9_])", re.IGNORECASE
+)
+_DYNAMIC = "ud-"  # before the quantization of Unsloth's files; may be left out where no other file has that one
+_PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)", re.IGNORECASE)
 _NO_MODELS = ("mmproj", "imatrix")  # GGUF files in model repositories that are not models
 
 
@@ -72,6 +75,7 @@ def choose_files(name: HubName, files: Iterable[str]) -> list[str]:
         raise ModelNotFoundError(f"{name.repository} holds no {what}, only {', '.join(listed[:8]) or 'nothing'}")
     wanted = (name.file or USUAL_QUANT).lower()
     found = [label for label, parts in models.items() if wanted in (label.lower(), parts[0].lower())]
+    found = found or [label for label in models if wanted == label.lower().removeprefix(_DYNAMIC)]
     if not found and name.file is None and len(models) == 1:
         found = list(models)
     if not found:
@@ -99,11 +103,19 @@ def gguf_models(files: Iterable[str]) -> dict[str, list[str]]:
 
 def _folder_files(files: Sequence[str]) -> list[str]:
     """The files of a model in Hugging Face layout, [] if there are no such weights."""
-    own = [file for file in files if not any(fnmatch(file, pattern) for pattern in COPIES)]
+    own = [file for file in files if _is_own(file)]
     for kind in WEIGHTS:
         if any(fnmatch(file, kind) for file in own):
             return [file for file in own if any(fnmatch(file, pattern) for pattern in (*SMALL_FILES, kind))]
     return []
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file may be part of a model, which lies at the top: weights in folders are checkpoints and copies."""
+    name = PurePosixPath(file).name
+    is_weight = any(fnmatch(name, kind) for kind in WEIGHTS) or name.endswith(".index.json")
+    is_inside = "/" in file and is_weight and not name.startswith("adapter_")
+    return not is_inside and not any(fnmatch(file, pattern) for pattern in COPIES)
 
 
 def find_cached(name: HubName, complete: bool = True) -> Path | None:
@@ -118,7 +130,7 @@ def find_cached(name: HubName, complete: bool = True) -> Path | None:
         files = choose_files(name, (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()))
     except ModelNotFoundError:
         return None
-    if files[0].endswith(".gguf"):
+    if files[0].lower().endswith(".gguf"):
         return folder / files[0] if _has_all_parts(files) else None
     has_tokenizer = any(PurePosixPath(file).name.startswith(TOKENIZERS) for file in files)
     return folder if _has_all_shards(folder, files) and (has_tokenizer or not complete) else None
@@ -142,20 +154,25 @@ def _snapshot(repository: str) -> Path | None:
 
 
 def _has_all_parts(files: Sequence[str]) -> bool:
-    count = re.search(r"-of-(\d{5})\.gguf$", files[0])
+    count = re.search(r"-of-(\d{5})\.gguf$", files[0], re.IGNORECASE)
     return count is None or len(files) == int(count[1])
 
 
 def _has_all_shards(folder: Path, files: Sequence[str]) -> bool:
-    """Whether all files named in a weight index are there."""
+    """Whether all files named in a weight index are there, or the file of a model that is in one."""
     indices = [file for file in files if file.endswith((".safetensors.index.json", ".bin.index.json"))]
+    suffixes = {PurePosixPath(file).suffix for file in files}
     try:
-        maps = [json.loads((folder / file).read_text("utf-8"))["weight_map"] for file in indices]
-        named = {PurePosixPath(shard) for weight_map in maps for shard in weight_map.values()}
+        for index in indices:
+            named = {
+                PurePosixPath(shard) for shard in json.loads((folder / index).read_text("utf-8"))["weight_map"].values()
+            }
+            has_all = all((folder / shard).is_file() for shard in named if shard.suffix in suffixes)
+            if not has_all and index.removesuffix(".index.json") not in files:
+                return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-    suffixes = {PurePosixPath(file).suffix for file in files}
-    return all((folder / shard).is_file() for shard in named if shard.suffix in suffixes)
+    return True
 
 
 def cached_models() -> list[CachedModel]:

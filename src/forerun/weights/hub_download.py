@@ -73,7 +73,7 @@ def _download(name: HubName, progress: Progress | None) -> Path:
     _Weights(name, folder, {file: sizes[file] for file in large}).fetch(progress)
     wanted = [glob.escape(file) for file in files]
     snapshot_download(name.repository, revision=folder.name, allow_patterns=wanted, **bars)
-    return folder / files[0] if files[0].endswith(".gguf") else folder
+    return folder / files[0] if files[0].lower().endswith(".gguf") else folder
 
 
 class _Weights:

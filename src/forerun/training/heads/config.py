@@ -13,7 +13,7 @@ from typing import Any
 
 from forerun.errors import ConfigError
 from forerun.training.net import NetConfig
-from forerun.training.recipe import PRECISIONS, build, read_toml
+from forerun.training.recipe import PRECISIONS, build, check_at_least_one, read_toml
 
 LABELS = ("target", "text")
 FREE = ("name", "run")  # fields of a recipe that may change when a training is resumed
@@ -291,13 +291,6 @@ class HeadJob:
     folder: Path
     fresh: bool = False
     device: str = "cpu"
-
-
-def check_at_least_one(options: Any, *names: str) -> None:
-    """Refuses fields below one."""
-    for name in names:
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{name} must be at least 1; got {getattr(options, name)}")
 
 
 def load_head_recipe(kind: str, path: Path | None) -> HeadRecipe:

@@ -15,10 +15,10 @@ from pathlib import Path
 from forerun.errors import ConfigError, DataError
 from forerun.models.loader import load_tokenizer
 from forerun.training.heads.answers import Report, Writer, engine_writer, read_lines, write_answers
-from forerun.training.heads.config import check_at_least_one
 from forerun.training.heads.prompts import read_file
 from forerun.training.heads.rows import Rows
 from forerun.training.heads.sequences import fingerprint
+from forerun.training.recipe import check_at_least_one
 from forerun.weights.corpus import fingerprint as vocabulary_of
 from forerun.weights.tokenizer import Tokenizer
 

@@ -61,17 +61,25 @@ def read_file(path: Path) -> Iterator[tuple[list[str], bool]]:
     """Yields the text of every record, turn after turn, and whether a user asks it."""
     if path.suffix not in SUFFIXES:
         raise DataError(f"{path} has an unknown ending; known are {', '.join(SUFFIXES)}, and .bin for token ids")
-    try:
-        raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
-        text = raw.decode("utf-8-sig").replace("\r\n", "\n")
-    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}") from error
-    kind = Path(path.stem).suffix if path.suffix == ".xz" else path.suffix
+    text, kind = read_whole(path, "prompts")
     if kind == ".txt":
         yield from (([part], False) for part in text.split("\n\n"))
         return
     for number, record in enumerate(records_of(text, kind, path)):
         yield words_of(record, f"record {number + 1} of {path}")
+
+
+def read_whole(path: Path, wanted: str) -> tuple[str, str]:
+    """The text of a file, unpacked, and the ending that tells its kind; raises DataError, which names what is wanted.
+
+    A byte order mark is left out, and every line ends in a line feed alone.
+    """
+    try:
+        raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+        text = raw.decode("utf-8-sig").replace("\r\n", "\n")
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {wanted} from {path}: {getattr(error, 'strerror', None) or error}") from error
+    return text, Path(path.stem).suffix if path.suffix == ".xz" else path.suffix
 
 
 def records_of(text: str, kind: str, path: Path) -> Iterator[Any]:

@@ -23,6 +23,7 @@ from forerun.training.heads.feed import Batch, Feed
 from forerun.training.heads.loss import HeadLoss
 from forerun.training.heads.rows import Order
 from forerun.training.muon import Muon
+from forerun.training.recipe import changes
 from forerun.training.train import apply_gradients
 
 EVAL_BATCH = 8
@@ -99,11 +100,12 @@ class HeadTrainer:
         return True
 
     def check_identity(self, found: Mapping[str, Any]) -> None:
-        """Refuses the checkpoint of a run with another recipe, target or data."""
-        changed = [name for name in self.identity if found.get(name) != self.identity[name]]
+        """Refuses the checkpoint of another recipe, target or data; what an older one does not have does not count."""
+        changed = changes(found, self.identity) if found else ["its checkpoint does not say of what"]
         if changed:
-            listed = "; ".join(f"{name} was {found.get(name)!r}, is {self.identity[name]!r}" for name in changed)
-            raise TrainingError(f"{self.folder} holds another training: {listed}. Use another --out, or --fresh")
+            raise TrainingError(
+                f"{self.folder} holds another training: {'; '.join(changed)}. Use another --out, or --fresh"
+            )
 
     def save(self) -> None:
         """Writes a checkpoint."""
