@@ -29,7 +29,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(llm: LLM, prompts: Sequence[Any], seed: int) -> list[RequestGroup]:
-    params = [SamplingParams(max_tokens=12, temperature=0.7, seed=seed + i, ignore_eos=True) for i in range(9)]
+    params = [SamplingParams(max_tokens=20, temperature=0.7, seed=seed + i, ignore_eos=True) for i in range(9)]
     groups = [llm.prepare(prompt, params[i]) for i, prompt in enumerate(prompts)]
     for group in groups:
         llm.start(group)
