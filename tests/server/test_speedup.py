@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from forerun import SamplingParams
 from forerun.cli.engine import stats_line
 from forerun.cli.explain import explain_dict, explain_lines
 from forerun.core import DrafterCount, RequestStats, speedup
 from forerun.server.answers import Account
 from forerun.server.metrics import EngineLoad, Metrics
-from forerun.server.streams import Delta
+from forerun.server.streams import Delta, Sent, delta_of
+from tests.support import mini
 
 
 def stats(num_drafted: int = 4) -> RequestStats:
@@ -55,3 +57,17 @@ def test_everyone_tells_the_same() -> None:
     assert "forerun_estimated_speedup_sum 1.5" in metrics.text().decode()
     assert "1.50x" in stats_line(stats()) and any("1.50x" in line for line in explain_lines(stats()))
     assert "speed-up" not in stats_line(stats(num_drafted=0))
+
+
+def test_what_is_streamed_is_what_the_answer_says() -> None:
+    """The page shows it. It said 1.00x for every gain, since it was made from figures without counts of tokens."""
+    llm = mini.plain().with_drafter("draft", adaptive=False)
+    group = llm.prepare("Repeat: the kite of Tom is under the bed.", SamplingParams(max_tokens=24, temperature=0.0))
+    llm.start(group)
+    while not group.finished:
+        llm.step()
+    [sample] = group.samples
+    sample.figures.step_s, sample.figures.plain_s = 2.0, 2.5
+    delta = delta_of(sample, Sent())
+    assert delta.stats is not None and delta.stats.acceptance_length > 1.25
+    assert delta.speedup == delta.stats.estimated_speedup == 1.25

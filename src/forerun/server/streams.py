@@ -101,7 +101,7 @@ def delta_of(sample: SampleRecord, sent: Sent) -> Delta:
         stop_reason=request.stop_reason,
         seed=request.seed,
         stats=sample.stats() if sent.done else None,
-        speedup=sample.figures.estimated_speedup,
+        speedup=sample.estimated_speedup,
         steps=sample.take_trace(),
     )
     sent.num_chars, sent.num_tokens = len(text), request.num_output
