@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.support import harness
 from tests.support.toy import ToyModel
 
 VOCAB = 24
+NO_BYTES: Any = "x"
 
 
 class Parity:
@@ -151,7 +153,7 @@ class Broken(Parity):
 
 @pytest.mark.parametrize("drafter", ["none", "draft", "draft-tree"])
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
-@pytest.mark.parametrize("said", [KeyError("x"), [-1], [VOCAB], ["a"], 7, TokenBits("x")])  # type: ignore[arg-type]
+@pytest.mark.parametrize("said", [KeyError("x"), [-1], [VOCAB], ["a"], 7, TokenBits(NO_BYTES)])
 def test_a_users_grammar_that_fails_ends_its_request_alone(drafter: str, verification: str, said: object) -> None:
     groups = [request(0, None), request(1, Broken(said))]
     made = harness.engine(drafter, model=ToyModel(), verification=verification)

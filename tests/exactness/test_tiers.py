@@ -228,7 +228,7 @@ def test_without_memory_for_copies_requests_go_on(
     with monkeypatch.context() as patch:
         patch.setattr(Spill, "fill", full)
         assert harness.run(second, [again := harness.fresh(wanted)]) == truth
-    assert cached([again]) == [0] and "could not be read" in caplog.text
+    assert cached([again]) == [0] and "could not be placed" in caplog.text
     second.scheduler.check_integrity()
     assert harness.run(engine(checkpoint, tmp_path), [warm := harness.fresh(wanted)]) == truth
     assert cached([warm]) == [28]

@@ -63,10 +63,11 @@ def test_what_is_streamed_is_what_the_answer_says() -> None:
     """The page shows it. It said 1.00x for every gain, since it was made from figures without counts of tokens."""
     llm = mini.plain().with_drafter("draft", adaptive=False)
     group = llm.prepare("Repeat: the kite of Tom is under the bed.", SamplingParams(max_tokens=24, temperature=0.0))
+    [sample] = group.samples
+    sample.trace = []
     llm.start(group)
     while not group.finished:
         llm.step()
-    [sample] = group.samples
     sample.figures.step_s, sample.figures.plain_s = 2.0, 2.5
     delta = delta_of(sample, Sent())
     assert delta.stats is not None and delta.stats.acceptance_length > 1.25

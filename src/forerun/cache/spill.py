@@ -142,13 +142,8 @@ class Spill:
         return len(nodes)
 
     def store(self, nodes: Sequence[Node]) -> None:
-        """Copy these out of the pool and have them written; without memory for the copies, not this time."""
-        try:
-            parcel = self._copy_out(nodes)
-        except (MemoryError, RuntimeError):  # what torch raises without memory; requests do not depend on this
-            log.warning("blocks of KV could not be copied out of the pool; requests go on", exc_info=True)
-        else:
-            self._submit(parcel)
+        """Copy these out of the pool and have them written."""
+        self._submit(partial(self._copy_out, nodes))
 
     def _copy_out(self, nodes: Sequence[Node]) -> _Outgoing:
         chosen = to_device(torch.tensor([node.block for node in nodes]), self._device)
@@ -175,18 +170,23 @@ class Spill:
 
     def store_state(self, node: Node) -> None:
         """Copy the state that is kept after this block and have it written."""
+        self._submit(partial(self._copy_state, node))
+
+    def _copy_state(self, node: Node) -> _Outgoing:
         state = None if self.states is None else self.states.kept(node.block)
         assert state is not None, "the state is not kept"
-        try:
-            on_host, copied = enqueue_to_host([tensor.reshape(1, -1).clone() for tensor in state])
-        except (MemoryError, RuntimeError):
-            log.warning("a recurrent state could not be copied out; requests go on", exc_info=True)
-            return
+        on_host, copied = enqueue_to_host([tensor.reshape(1, -1).clone() for tensor in state])
         node.has_saved_state = True
         keys, num_bytes = [state_key(node.key)], self.state_bytes
-        self._submit(_Outgoing([node], keys, [()], [()], on_host, [True], len(on_host), copied, num_bytes))
+        return _Outgoing([node], keys, [()], [()], on_host, [True], len(on_host), copied, num_bytes)
 
-    def _submit(self, parcel: _Outgoing) -> None:
+    def _submit(self, copy_out: Callable[[], _Outgoing]) -> None:
+        """Have copies out of the pool written; without memory for the copies, not this time."""
+        try:
+            parcel = copy_out()
+        except (MemoryError, RuntimeError):  # what torch raises without memory; requests do not depend on this
+            log.warning("blocks of KV could not be copied out of the pool; requests go on", exc_info=True)
+            return
         self._waiting.add(parcel.num_bytes)
         self._writer.submit(_write, self.tiers, parcel, self._waiting)
 

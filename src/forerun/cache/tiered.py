@@ -219,12 +219,17 @@ class TieredPrefixes:
         """See `LowerTiers`."""
         for key in [key for key, reading in self._readings.items() if reading.loaded.done()]:
             reading = self._readings.pop(key)
+            error = reading.loaded.exception()
+            if error is not None:
+                log.warning("blocks of KV could not be read; they are computed", exc_info=error)
+                continue
+            loaded = reading.loaded.result()
             try:
-                loaded = reading.loaded.result()
                 self._place(reading, loaded)
+            except (MemoryError, RuntimeError):  # what torch raises without memory
+                log.warning("blocks of KV were read and could not be placed; they are computed", exc_info=True)
+            finally:
                 self.spill.drop(loaded)
-            except Exception:
-                log.warning("blocks of KV could not be read; they are computed", exc_info=True)
 
     def _place(self, reading: _Fetch, loaded: Loaded) -> None:
         path = self._path(reading.request)

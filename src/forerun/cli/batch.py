@@ -19,7 +19,7 @@ from forerun.cli import options as opt
 from forerun.cli.console import err, out, print_json
 from forerun.cli.engine import engine_options, needing, open_llm
 from forerun.cli.groups import values
-from forerun.cli.serve import ServedDrafting, ServedEngine, model_id
+from forerun.cli.serve import ServedDrafting, ServedEngine
 from forerun.errors import ConfigError, ResourceError
 from forerun.progress import progress_bar
 
@@ -154,6 +154,7 @@ def _answering(
     """What answers rows: an engine that is loaded here, or a cluster whose workers begin when it is entered."""
     with needing("server", "batch"):
         from forerun.server.batch_engine import RowOptions, answering
+        from forerun.server.settings import model_id
 
     given = {**drafting.of(name), **values(engine)}
     options = RowOptions(

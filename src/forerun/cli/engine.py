@@ -76,7 +76,7 @@ def adapter_of(llm: LLM) -> str | None:
 
 @contextmanager
 def needing(extra: str, command: str) -> Iterator[None]:
-    """Imports of what only an extra installs; raises ConfigError that says how to get it."""
+    """Wraps imports of what only an extra installs; raises ConfigError, which says how to install it."""
     try:
         yield
     except ImportError as error:

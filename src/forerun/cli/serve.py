@@ -195,7 +195,7 @@ def _log_to(style: str, level: str) -> None:
 def _settings(name: str, listening: Listening, serving: Serving) -> ServerSettings:
     with needing("server", "serve"):
         from forerun.server.run import affordable
-        from forerun.server.settings import ServerSettings, names_of
+        from forerun.server.settings import ServerSettings, model_id, names_of
 
     keys = _keys(listening.api_key, listening.api_key_file)
     given = {**values(serving), "max_connections": affordable(serving.max_connections)}
@@ -206,11 +206,6 @@ def _settings(name: str, listening: Listening, serving: Serving) -> ServerSettin
         allowed_origins=tuple(listening.allowed_origins or ()),
         **given,
     )
-
-
-def model_id(name: str) -> str:
-    """The model's name for clients: a GGUF file's name without its folder, any other model as it was given."""
-    return Path(name).name if name.endswith(".gguf") else name
 
 
 def _keys(given: list[str] | None, path: Path | None) -> tuple[str, ...]:

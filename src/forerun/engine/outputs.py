@@ -157,13 +157,6 @@ class SampleRecord:
         if 1 < self.num_steps < 2 * self.figures.num_plain_steps:
             self.figures.why_plain = _why_plain(self.request, explain(self.request))
 
-    @property
-    def estimated_speedup(self) -> float | None:
-        """That of `stats`, at the cost of a step."""
-        num_tokens, num_steps = self.request.num_output, self.num_steps
-        so_far = replace(self.figures, num_tokens=num_tokens, num_elsewhere=self.num_elsewhere, num_steps=num_steps)
-        return so_far.estimated_speedup
-
     def stats(self) -> RequestStats:
         """The figures so far."""
         arrival_s = self.arrival_s if self.request.arrival_s is None else min(self.arrival_s, self.request.arrival_s)

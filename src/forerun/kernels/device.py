@@ -66,9 +66,14 @@ def synchronize(device: torch.device) -> None:
 
 def given_work(device: torch.device) -> Callable[[], bool]:
     """Says whether a GPU has done all that this thread has given it until now, without waiting."""
+    return _mark(device).query
+
+
+def _mark(device: torch.device) -> torch.cuda.Event:
+    """An event behind all that this thread has given a GPU until now."""
     mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
     mark.record(torch.cuda.current_stream(device))
-    return mark.query
+    return mark
 
 
 def to_host(x: Tensor) -> Tensor:
@@ -107,6 +112,4 @@ def enqueue_to_host(rows: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], 
     if not rows[0].is_cuda:
         return list(rows), lambda: None
     on_host = [torch.empty_like(row, device="cpu", pin_memory=True).copy_(row, non_blocking=True) for row in rows]
-    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    copied.record()
-    return on_host, copied.synchronize
+    return on_host, _mark(rows[0].device).synchronize

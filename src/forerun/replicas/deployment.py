@@ -17,7 +17,7 @@ from forerun.config import EngineConfig
 from forerun.drafters.named import default_drafter, engine_config, whole_paths
 from forerun.errors import ConfigError, suggestion
 from forerun.llm import LLM
-from forerun.server.settings import ServerSettings, names_of
+from forerun.server.settings import ServerSettings, model_id, names_of
 
 # Of ServerSettings: what has a field of its own here, and what needs one process that answers everything.
 NOT_SERVER = frozenset(
@@ -166,7 +166,7 @@ class Deployment(_Strict):
     @property
     def served_name(self) -> str:
         """What clients call the model."""
-        return self.name or (Path(self.model).name if self.model.lower().endswith(".gguf") else self.model)
+        return self.name or model_id(self.model)
 
     def needed(self) -> dict[str, float]:
         """CPUs and GPUs that a cluster must have for all processes to start, as Ray names them."""

@@ -47,7 +47,7 @@ FIELD_NAMES = {  # chat completions' field -> this API's, for error messages
     "reasoning_effort": "output_config.effort",
 }
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# Of Claude Code's first block: other text in every request, so that no prefix would be known, and nothing for a model.
+# How Claude Code's first system block begins. It differs in every request, so no prompt would find its prefix cached.
 BILLING = "x-anthropic-billing-header:"
 SWITCH = "enable_thinking"  # the variable's name in templates that have it
 

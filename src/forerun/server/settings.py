@@ -83,6 +83,11 @@ class ServerSettings:
             raise ConfigError(f"{twice!r} is the name of an adapter and of the model: give one of them another name")
 
 
+def model_id(model: str) -> str:
+    """The model's name for clients: a GGUF file's name without its folder, any other model as it was given."""
+    return Path(model).name if model.lower().endswith(".gguf") else model
+
+
 def names_of(host: str, given: Sequence[str], has_keys: bool) -> tuple[str, ...]:
     """The names a server on `host` answers to: the given ones; on a loopback address those of the loopback as well.
 

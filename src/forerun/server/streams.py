@@ -26,7 +26,7 @@ class Delta:
     stop_reason: int | str | None
     seed: int
     stats: RequestStats | None  # with the finish reason
-    speedup: float | None  # estimated, so far
+    speedup: float | None  # estimated, so far; of requests with a trace
     steps: tuple[StepTrace, ...]  # empty unless the request asked for a trace
 
 
@@ -91,7 +91,7 @@ def delta_of(sample: SampleRecord, sent: Sent) -> Delta:
     """What the sample has gained since, which then counts as sent."""
     request, text = sample.request, sample.text.visible()
     start = len(request.prompt_token_ids) + sent.num_tokens
-    sent.done = request.finish_reason is not None
+    sent.done, steps = request.finish_reason is not None, sample.take_trace()
     delta = Delta(
         index=request.sample_index,
         text=text[sent.num_chars :],
@@ -101,8 +101,8 @@ def delta_of(sample: SampleRecord, sent: Sent) -> Delta:
         stop_reason=request.stop_reason,
         seed=request.seed,
         stats=sample.stats() if sent.done else None,
-        speedup=sample.estimated_speedup,
-        steps=sample.take_trace(),
+        speedup=sample.stats().estimated_speedup if steps else None,
+        steps=steps,
     )
     sent.num_chars, sent.num_tokens = len(text), request.num_output
     return delta
