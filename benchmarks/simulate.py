@@ -207,7 +207,8 @@ def _step(
     num_rows = sum(draft.num_nodes for draft in drafts)
     verify_s = machine.spend_step(len(requests), num_rows, bool(calls), isinstance(policy, AdaptivePolicy))
     outcomes = [_accept(draft, texts[draft.request.request_id]["tokens"]) for draft in drafts]
-    policy.learn(StepResult(outcomes, calls, num_rows, 0, StepSeconds(draft_s, verify_s, machine.now_s - began)))
+    step_s = machine.now_s - began
+    policy.learn(StepResult(outcomes, calls, num_rows, 0, StepSeconds(draft_s, verify_s, step_s, step_s)))
 
 
 def _accept(draft: Draft, text: Sequence[int]) -> Outcome:

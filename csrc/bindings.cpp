@@ -13,6 +13,7 @@
 #include "chain_step.h"
 #include "memory.h"
 #include "op_binding.h"
+#include "own_time.h"
 #include "suffix_text.h"
 #include "tree_walk.h"
 
@@ -292,6 +293,7 @@ NB_MODULE(_native, module) {
     module.attr("MAX_HEAD_DIM") = kMaxHeadDim;
     module.attr("MAX_HEADS_PER_GROUP") = kMaxHeadsPerGroup;
     module.def("available_isas", &CpuEngine::available);
+    module.def("own_time", &own_time);
     module.def("prefer_huge_pages", &prefer_huge_pages);
     module.def("spread_over_nodes", &spread_over_nodes);
     nb::register_exception_translator(&translate);

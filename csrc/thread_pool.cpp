@@ -1,5 +1,7 @@
 #include "thread_pool.h"
 
+#include "own_time.h"
+
 #include <algorithm>
 #include <chrono>
 
@@ -177,18 +179,23 @@ void ThreadPool::run(Function function, const void* context, int64_t num_chunks,
     compute(0, job);
     int looks = 0;
     Clock::time_point waiting_since;
+    int64_t impatient_ns = -1;  // the caller's computing time when it had waited for long
     for (; groups_done_.load(std::memory_order_acquire) != busy_groups; ++looks) {
         pause_briefly();
         if (looks == kLooksBeforeYield) waiting_since = Clock::now();
-        if (looks > kLooksBeforeYield) std::this_thread::yield();  // the worker may be waiting for this very core
+        if (looks <= kLooksBeforeYield) continue;
+        std::this_thread::yield();  // the worker may be waiting for this very core
+        if (impatient_ns < 0 && Clock::now() - waiting_since >= kPatience) impatient_ns = computed_ns();
     }
-    if (looks > kLooksBeforeYield && !by_owners) judge_wait(start, waiting_since, Clock::now());
+    if (impatient_ns < 0) return;
+    // Chunks are small parts of a call: who waits longer than it has worked does not wait because chunks are uneven.
+    const auto now = Clock::now();
+    if (now - waiting_since < waiting_since - start) return;
+    set_own_time_back(computed_ns() - impatient_ns);
+    if (!by_owners) judge_wait(start, now - waiting_since, now);
 }
 
-// Chunks are small parts of a call: who waits longer than it has worked does not wait because chunks are uneven.
-void ThreadPool::judge_wait(Clock::time_point start, Clock::time_point waiting_since, Clock::time_point now) {
-    const auto waited = now - waiting_since;
-    if (waited < kPatience || waited < waiting_since - start) return;
+void ThreadPool::judge_wait(Clock::time_point start, Clock::duration waited, Clock::time_point now) {
     if (now - watched_since_ > kMostWatched) {
         watched_since_ = start;
         lost_ = {};

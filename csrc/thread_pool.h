@@ -74,7 +74,7 @@ private:
     bool wait_awake(uint64_t seen) const;
     void wake_two();
     void sleep(uint64_t seen);
-    void judge_wait(Clock::time_point start, Clock::time_point waiting_since, Clock::time_point now);
+    void judge_wait(Clock::time_point start, Clock::duration waited, Clock::time_point now);
 
     // High half: the job's number. Low half: its chunks, and whether only their owners may do them.
     alignas(64) std::atomic<uint64_t> job_{0};

@@ -1,6 +1,9 @@
 // Holds up the caller of a pool in the first chunk that it takes until the others have done all the rest, and prints
 //   THREADS CHUNKS CHUNKS_OF_THE_CALLER
-// of pools of several sizes (tests/kernels/test_many_threads.py).
+// of pools of several sizes; then lets a worker sleep in its chunk, as if it had lost its core, and prints
+//   MICROSECONDS_OF_THE_CALLERS_OWN_CLOCK MICROSECONDS_THAT_PASSED
+// (tests/kernels/test_many_threads.py).
+#include "../own_time.h"
 #include "../thread_pool.h"
 
 #include <cstdio>
@@ -30,6 +33,23 @@ struct Job {
     }
 };
 
+struct Sleeper {
+    std::thread::id caller;
+    std::atomic<bool> sleeps{false};
+
+    static void run(const void* pointer, int64_t) {
+        Sleeper& job = **static_cast<Sleeper* const*>(pointer);
+        if (std::this_thread::get_id() == job.caller) {
+            while (!job.sleeps.load()) std::this_thread::yield();
+            return;
+        }
+        job.sleeps.store(true);
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+};
+
+long long microseconds(double seconds) { return static_cast<long long>(1e6 * seconds); }
+
 }  // namespace
 
 int main() {
@@ -41,4 +61,12 @@ int main() {
         const auto chunks = static_cast<long long>(job.chunks), own = static_cast<long long>(job.by_caller.load());
         std::printf("%d %lld %lld\n", threads, chunks, own);
     }
+    ThreadPool pool(2, {});
+    Sleeper job{std::this_thread::get_id()};
+    Sleeper* const context = &job;
+    const double own = own_time();
+    const auto start = Clock::now();
+    pool.run(&Sleeper::run, &context, 2);
+    const std::chrono::duration<double> wall = Clock::now() - start;
+    std::printf("%lld %lld\n", microseconds(own_time() - own), microseconds(wall.count()));
 }

@@ -28,7 +28,9 @@ from forerun.drafters.registry import file_stamp, spec_of
 from forerun.engine.engine import Engine, Verifier
 from forerun.engine.measuring import measure_calls, measure_passes
 from forerun.engine.scheduler import Limits, Scheduler
+from forerun.engine.timings import Timings
 from forerun.errors import ConfigError, ResourceError
+from forerun.kernels.cores import step_clock
 from forerun.kernels.ops import Kernels
 from forerun.kernels.threads import torch_beside
 from forerun.learned import Kept, KeptLessons
@@ -105,6 +107,7 @@ def assemble(
         policy=policy,
         scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs), kept_states),
         kv_cache=kv_cache,
+        timings=Timings(clock=step_clock(kernels.device)),
         torch_threads=torch_threads,
         keep=_recall(kept, policy, drafter),
     )

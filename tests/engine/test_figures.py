@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 
 from forerun.core import DepthCount, DrafterCount, RequestStats, SamplingParams
+from forerun.engine.outputs import share_time
+from forerun.engine.timings import Timings
+from forerun.policy.policy import Outcome, StepResult, StepSeconds
+from forerun.speculation.draft import Draft
 from tests.support import harness
 
 
@@ -53,8 +57,30 @@ def test_plain_decoding_says_so() -> None:
 @pytest.mark.parametrize("accepted,most", [(0, 1.0), (8, 2.6)])
 def test_no_estimate_is_above_the_tokens_a_pass(accepted: int, most: float) -> None:
     """No step is quicker than a plain one: plain ones were timed while something else ran."""
-    stats = RequestStats(num_steps=5, num_tokens=5 + accepted, step_s=1.0, plain_s=9.0)
+    stats = RequestStats(num_steps=20, num_tokens=20 + 4 * accepted, step_s=1.0, plain_s=9.0)
     stats.trees.drafted, stats.trees.accepted = 10, accepted
     assert stats.estimated_speedup == most
     stats.plain_s = 0.9
     assert stats.estimated_speedup == pytest.approx(0.9)
+    stats.num_tokens = 15
+    assert stats.estimated_speedup is None, "a few steps tell nothing"
+
+
+def test_an_estimate_does_not_depend_on_who_else_has_the_core() -> None:
+    """Of 12 s the engine had its core for 3 s, in which plain decoding would have made 3 steps of 1 s."""
+    sample = harness.request(0, [0, 1, 2], SamplingParams(max_tokens=6, temperature=0.0)).samples[0]
+    sample.num_last = 6
+    outcome = Outcome(sample.request, Draft(sample.request, 8), [1])
+    result = StepResult([outcome], [], 8, 0, StepSeconds(4.0, 8.0, 12.0, 3.0))
+    share_time(result, {sample.request.request_id: sample}, 1.0)
+    assert (sample.figures.step_s, sample.figures.plain_s) == (12.0, 24.0)
+
+
+def test_a_step_is_told_in_wall_time_and_on_the_engines_own_clock() -> None:
+    ticks = iter([10.0, 10.5, 20.0, 20.25])
+    timings = Timings(clock=lambda: next(ticks))
+    for own_s in (0.5, 0.25):
+        timings.start()
+        timings.lap("forward_s")
+        seconds = timings.take()
+        assert seconds.own_s == own_s and 0.0 <= seconds.step_s < own_s

@@ -1,15 +1,20 @@
-"""How many threads are used unless told otherwise, and where they stay, on recorded machines."""
+"""How many threads are used unless told otherwise, and where they stay, on recorded machines; the clock of steps."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import perf_counter, sleep
 
 import pytest
+import torch
 
 from forerun.errors import KernelError
-from forerun.kernels.cores import Core, memory_nodes, physical_cores, pins, usable_cores
+from forerun.kernels.cores import Core, memory_nodes, physical_cores, pins, step_clock, usable_cores
 
 Allow = Callable[[range | set[int]], None]
 
@@ -156,3 +161,64 @@ def test_a_system_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert usable_cores(tmp_path) == os.cpu_count()
     assert pins(os.cpu_count() or 1, root=tmp_path) == []
+
+
+tells_delays = pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(), reason="the system does not tell how long threads waited"
+)
+own_time = step_clock(torch.device("cpu"))
+
+
+def spend(seconds: float) -> tuple[float, float]:
+    """Compute for so long -> seconds on the own clock, wall time."""
+    wall, own = perf_counter(), own_time()
+    while perf_counter() - wall < seconds:
+        pass
+    return own_time() - own, perf_counter() - wall
+
+
+def beside_a_busy_process(cpu: int) -> tuple[float, float]:
+    """On the same CPU; the calling thread stays there."""
+    os.sched_setaffinity(0, {cpu})
+    busy = subprocess.Popen([sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE)
+    assert busy.stdout is not None
+    try:
+        busy.stdout.readline()  # it runs
+        return spend(0.4)
+    finally:
+        busy.kill()
+        busy.wait()
+        busy.stdout.close()
+
+
+@tells_delays
+def test_the_clock_of_steps_stands_still_while_others_have_the_core() -> None:
+    cpu = max(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(1) as one:
+        own_s, wall_s = one.submit(beside_a_busy_process, cpu).result()
+    assert 0.0 < own_s < 0.8 * wall_s
+
+
+@tells_delays
+def test_the_clock_of_steps_after_a_fork() -> None:
+    """What was open told of the parent's thread."""
+    own_time()
+    cpu = max(os.sched_getaffinity(0))
+    if (child := os.fork()) == 0:
+        status = 2
+        try:
+            own_s, wall_s = beside_a_busy_process(cpu)
+            status = 0 if 0.0 < own_s < 0.8 * wall_s else 1
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_clock_of_steps_goes_on_while_a_thread_sleeps() -> None:
+    own = own_time()
+    sleep(0.05)
+    assert own_time() - own >= 0.04
+
+
+def test_a_gpu_works_on_while_the_host_has_no_core() -> None:
+    assert step_clock(torch.device("cuda")) is perf_counter

@@ -126,6 +126,7 @@ def test_what_was_moved_while_other_rows_move_is_what_lay_there_before() -> None
 def test_the_others_do_the_chunks_of_a_caller_that_is_held_up() -> None:
     """csrc/tests/thread_pool.cpp holds it up until they have; of 2 to 4 threads none helped it once."""
     printed = subprocess.run([native_test("thread_pool")], check=True, stdout=subprocess.PIPE, text=True).stdout
-    pools = [tuple(map(int, line.split())) for line in printed.splitlines()]
+    *pools, (own_us, wall_us) = [tuple(map(int, line.split())) for line in printed.splitlines()]
     assert [threads for threads, _, _ in pools] == [2, 3, 7, 8, 9, 17]
     assert all(own <= 1 for _, _, own in pools), pools
+    assert 0 < own_us < wall_us / 2, "waiting for a worker that has no core counted as the step's own time"

@@ -70,7 +70,7 @@ def step(
         num_rows += draft.num_nodes
     calls = [DraftCall("m", calls_s, False, asked)] if asked else []
     seconds = slow * FLAT(num_rows) + calls_s
-    made.learn(StepResult(outcomes, calls, num_rows, 0, StepSeconds(calls_s, seconds - calls_s, seconds)))
+    made.learn(StepResult(outcomes, calls, num_rows, 0, StepSeconds(calls_s, seconds - calls_s, seconds, seconds)))
     return seconds, num_rows - len(requests)
 
 
@@ -165,7 +165,7 @@ def test_a_member_that_cannot_draft_keeps_no_other_from_being_tried() -> None:
     tried = set()
     for _ in range(400):
         plain = Outcome(one, Draft(one, 1), [1])
-        made.learn(StepResult([plain], [], 1, 0, StepSeconds(0.0, FLAT(1), FLAT(1))))
+        made.learn(StepResult([plain], [], 1, 0, StepSeconds(0.0, FLAT(1), FLAT(1), FLAT(1))))
         tried.add(made.trial)
     assert {"m", "n"} <= tried
 
@@ -307,9 +307,9 @@ def test_wrong_predictions_of_some_keep_no_drafts_from_others() -> None:
     assert made.plan([request()]).max_nodes(request()) > 1
 
 
-def plain_step(made: AdaptivePolicy, one: Request, seconds: float) -> None:
+def plain_step(made: AdaptivePolicy, one: Request, seconds: float, waited: float = 0.0) -> None:
     outcome = Outcome(one, Draft(one, 1), [1])
-    made.learn(StepResult([outcome], [], 1, 0, StepSeconds(0.0, seconds, seconds)))
+    made.learn(StepResult([outcome], [], 1, 0, StepSeconds(0.0, seconds, waited + seconds, seconds)))
 
 
 def test_drafts_gain_over_plain_decoding_whose_steps_no_drafts_slow() -> None:
@@ -323,6 +323,14 @@ def test_drafts_gain_over_plain_decoding_whose_steps_no_drafts_slow() -> None:
     learn_call(made, False, 0.1)
     plain_step(made, one, 3.0)
     assert made.costs.plain_s(1) == pytest.approx(1.2) and made.plain_step_s(1) > 1.5
+
+
+def test_time_in_which_others_had_the_core_is_no_cost() -> None:
+    made, one = policy(), request()
+    before = made.exploration.balance
+    for number in range(40):
+        plain_step(made, one, 1.0, waited=9.0 * (number % 2))
+    assert made.plain_step_s(1) == pytest.approx(1.0) and made.exploration.balance >= before
 
 
 def test_what_drafts_gained_is_said_by_drafter() -> None:
@@ -342,7 +350,8 @@ def test_drafts_drawn_in_the_time_of_the_pass_are_told_from_it(num_span: int) ->
         draft = Draft(one, 5, member="m")
         draft.add_chain([2, 3, 4, 5])
         call = DraftCall("m", 0.01, True, [Asked(one, 0, 4, 4)])
-        seconds = StepSeconds(0.01, FLAT(5) + 0.5 + num_span, FLAT(5) + 0.51 + num_span)
+        step_s = FLAT(5) + 0.51 + num_span
+        seconds = StepSeconds(0.01, step_s - 0.01, step_s, step_s)
         made.learn(StepResult([Outcome(one, draft, [2, 1])], [call], 5, num_span, seconds))
     assert made.costs.calls["m"].call_s(4, 1) == pytest.approx(0.51 if num_span == 0 else 0.1, rel=0.02)
     assert made.plain_step_s(1) == pytest.approx(1.0)
@@ -368,7 +377,7 @@ def learn_call(made: AdaptivePolicy, is_pending: bool, drawn_s: float, num_span:
     seconds = FLAT(5) + ENQUEUED_S + drawn_s + 0.5 * (num_span > 0)
     calls = [DraftCall("m", call_s, is_pending, [Asked(one, 0, 4, 4)])]
     outcomes = [Outcome(one, draft, [2, 9])]
-    made.learn(StepResult(outcomes, calls, 5, num_span, StepSeconds(call_s, seconds - call_s, seconds)))
+    made.learn(StepResult(outcomes, calls, 5, num_span, StepSeconds(call_s, seconds - call_s, seconds, seconds)))
 
 
 @pytest.mark.parametrize("is_pending", [True, False])

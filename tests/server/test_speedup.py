@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from forerun import SamplingParams
 from forerun.cli.engine import stats_line
 from forerun.cli.explain import explain_dict, explain_lines
@@ -15,20 +17,23 @@ from tests.support import mini
 def stats(num_drafted: int = 4) -> RequestStats:
     count = DrafterCount(num_drafted, num_drafted // 2)
     drafters = {"ngram": count} if num_drafted else {}
-    return RequestStats(num_tokens=9, num_steps=5, step_s=2.0, plain_s=3.0, trees=count, drafters=drafters)
+    return RequestStats(num_tokens=18, num_steps=10, step_s=2.0, plain_s=3.0, trees=count, drafters=drafters)
 
 
 def test_it_is_plain_time_over_drafted_time() -> None:
     assert speedup(3.0, 2.0) == 1.5 == stats().estimated_speedup
     assert speedup(0.0, 2.0) is None and speedup(3.0, 0.0) is None
     assert stats(num_drafted=0).estimated_speedup is None, "what is left is noise"
-    assert RequestStats(step_s=2.0, trees=DrafterCount(4, 2)).estimated_speedup is None, "no plain step was timed"
+    untimed = RequestStats(num_tokens=16, step_s=2.0, trees=DrafterCount(4, 2))
+    assert untimed.estimated_speedup is None, "no plain step was timed"
+    assert replace(stats(), num_tokens=15).estimated_speedup is None, "a few steps tell nothing"
 
 
 def test_nobody_gained_from_drafts_of_which_none_was_accepted() -> None:
     wrong = DrafterCount(4, 0)
-    assert RequestStats(step_s=2.0, plain_s=3.0, trees=wrong).estimated_speedup == 1.0
-    assert RequestStats(step_s=3.0, plain_s=1.5, trees=wrong).estimated_speedup == 0.5, "but they may have cost time"
+    assert RequestStats(num_tokens=16, step_s=2.0, plain_s=3.0, trees=wrong).estimated_speedup == 1.0
+    slow = RequestStats(num_tokens=16, step_s=3.0, plain_s=1.5, trees=wrong)
+    assert slow.estimated_speedup == 0.5, "but they may have cost time"
 
 
 def test_samples_count_by_the_time_they_took() -> None:
@@ -42,8 +47,8 @@ def test_samples_count_by_the_time_they_took() -> None:
 
 def test_no_sum_of_samples_is_above_their_tokens_a_pass() -> None:
     account = Account(2, None)
-    for index, num_tokens in enumerate((5, 7)):
-        each = RequestStats(num_tokens=num_tokens, num_steps=5, step_s=1.0, plain_s=9.0, trees=DrafterCount(4, 2))
+    for index, num_tokens in enumerate((10, 14)):
+        each = RequestStats(num_tokens=num_tokens, num_steps=10, step_s=1.0, plain_s=9.0, trees=DrafterCount(4, 2))
         account.add(index, Delta(0, "", (), (), "stop", None, 0, each, each.estimated_speedup, ()))
     assert account.forerun()["estimated_speedup"] == 1.2
 

@@ -44,6 +44,7 @@ from forerun.drafters.base import (
 )
 from forerun.drafters.registry import check_names, spec_of
 from forerun.errors import ConfigError, DrafterError
+from forerun.kernels.cores import step_clock
 from forerun.kernels.ops import LayerKV
 from forerun.speculation.draft import Draft, pending_of
 from forerun.speculation.tree import ROOT
@@ -64,7 +65,8 @@ def build_portfolio(context: DrafterContext) -> Portfolio:
     each_options = [replace(each, adaptive=options.adaptive) for each in options.members or (options,)]
     contexts = [replace(context, spec=spec_of(each.name), options=each) for each in each_options]
     members = [Member(each.spec.build(each), context.model.vocab_size) for each in contexts]
-    return Portfolio(members, options.name, options.max_draft_tokens + 1, context.grower.coupled)
+    clock = step_clock(context.kernels.device)
+    return Portfolio(members, options.name, options.max_draft_tokens + 1, context.grower.coupled, clock)
 
 
 SPEC = DrafterSpec(
@@ -264,7 +266,7 @@ class Portfolio:
         open_ones = [draft for draft in drafts if self._is_open(member, draft)]
         if not open_ones:
             return
-        start, plan = self._clock(), drafts[0].plan
+        plan = drafts[0].plan
         sizes = plan.sizes(member.name, open_ones)
         wanted = [
             (draft, min(size, member.drafter.max_nodes - 1)) for draft, size in zip(open_ones, sizes, strict=True)
@@ -272,6 +274,7 @@ class Portfolio:
         asked = [draft for draft, size in wanted if size > 0]
         if not asked:
             return
+        start = self._clock()
         may_be_pending = might_be_pending and self._are_first_and_last(asked, drafts, behind)
         least = plan.least_chance(member.name)
         for draft, size in wanted:

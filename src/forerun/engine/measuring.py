@@ -6,12 +6,13 @@ those methods do. The pool must be empty; afterwards its contents are meaningles
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from forerun.cache.kv_cache import KVCache
 from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Drafter, Observed
+from forerun.kernels.cores import step_clock
 from forerun.kernels.device import synchronize
 from forerun.models.batch import ForwardBatch, SequenceRows
 from forerun.policy.costs import CallCosts
@@ -56,10 +57,11 @@ def _batch_of(num_rows: int, kv_cache: KVCache) -> ForwardBatch:
 
 
 def _seconds_of(runner: Runner, batch: ForwardBatch, kv_cache: KVCache) -> float:
-    start = perf_counter()
+    clock = step_clock(kv_cache.device)
+    start = clock()
     runner.run(batch)
     synchronize(kv_cache.device)
-    return perf_counter() - start
+    return clock() - start
 
 
 def measure_calls(drafter: Drafter, runner: Runner, kv_cache: KVCache, longest: int) -> CallCosts:
@@ -79,7 +81,7 @@ def measure_calls(drafter: Drafter, runner: Runner, kv_cache: KVCache, longest: 
     drafter.resume(request, (), None)
     try:
         _show_text(drafter, request, runner, kv_cache)
-        _time_calls(costs, drafter, request)
+        _time_calls(costs, drafter, request, step_clock(kv_cache.device))
     finally:
         drafter.end(request.request_id)
     return costs
@@ -95,22 +97,24 @@ def _show_text(drafter: Drafter, request: Request, runner: Runner, kv_cache: KVC
     drafter.observe([Observed(request, range(num_read), (), ())], out.hidden)
 
 
-def _time_calls(costs: CallCosts, drafter: Drafter, request: Request) -> None:
+def _time_calls(costs: CallCosts, drafter: Drafter, request: Request, clock: Callable[[], float]) -> None:
     """Record the fastest call of each size; the very first call also reads the text."""
     began = perf_counter()
     for size in _SIZES:
         if size < drafter.max_nodes and perf_counter() - began < _BUDGET_S:
-            calls = [_time_call(drafter, request, size) for _ in range(1 + _TIMINGS)]
+            calls = [_time_call(drafter, request, size, clock) for _ in range(1 + _TIMINGS)]
             seconds, num_drafts, depth, _ = min(calls[1:])
             costs.expect(num_drafts, depth, seconds)
             if (num_read := calls[0][-1]) > 0:
                 costs.expect_reading(num_read, calls[0][0] - seconds)
 
 
-def _time_call(drafter: Drafter, request: Request, size: int) -> tuple[float, int, int, int]:
+def _time_call(
+    drafter: Drafter, request: Request, size: int, clock: Callable[[], float]
+) -> tuple[float, int, int, int]:
     """Seconds taken, drafts and levels given, tokens read."""
     draft = Draft(request, size + 1)
-    start = perf_counter()
+    start = clock()
     drafter.propose([draft])
-    seconds = perf_counter() - start
+    seconds = clock() - start
     return seconds, len(draft.tree) - 1, max(draft.tree.depths), draft.num_caught_up

@@ -181,14 +181,21 @@ class SampleRecord:
 
 
 def share_time(result: StepResult, records: Mapping[str, SampleRecord], plain_step_s: float | None) -> None:
-    """Give every request that chose tokens its share of a step's time; without drafts it would take `plain_step_s`."""
+    """Give every request that chose tokens its share of a step's time.
+
+    Without drafts the step would take `plain_step_s` on its own clock: so much longer as it took itself, where others
+    had the engine's core.
+    """
+    seconds = result.seconds
+    if plain_step_s is not None and seconds.own_s > 0.0:
+        plain_step_s *= seconds.step_s / seconds.own_s
     num, num_asked = len(result.outcomes), sum([outcome.draft.max_nodes > 1 for outcome in result.outcomes])
     for outcome in result.outcomes:
         record = records[outcome.request.request_id]
         if outcome.draft.max_nodes > 1:
-            record.drafted_for(result.seconds.draft_s / num_asked)
+            record.drafted_for(seconds.draft_s / num_asked)
         if result.num_span == 0:
-            record.decoded(result.seconds.verify_s / num, result.seconds.step_s, plain_step_s)
+            record.decoded(seconds.verify_s / num, seconds.step_s, plain_step_s)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,8 @@ Knows: the names of the phases. Does not know: what happens in them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 from time import perf_counter
 
 from forerun.policy.policy import StepSeconds
@@ -23,13 +24,20 @@ class Timings:
     commit_s: float = 0.0
     learn_s: float = 0.0
     steps: int = 0
+    clock: InitVar[Callable[[], float]] = perf_counter  # for `StepSeconds.own_s`; the phases are wall time
     _mark: float = 0.0
-    _before: tuple[float, float, float] = (0.0, 0.0, 0.0)  # totals at the last `take`: drafting, verifying, everything
+    _clock: Callable[[], float] = field(init=False)
+    _began: float = 0.0  # on the clock
+    # totals at the last `take`: drafting, verifying, learning, everything
+    _before: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+
+    def __post_init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
 
     def start(self) -> None:
         """A step begins."""
         self.steps += 1
-        self._mark = perf_counter()
+        self._mark, self._began = perf_counter(), self._clock()
 
     def lap(self, phase: str) -> None:
         """Add the time since the last mark to `phase`."""
@@ -48,6 +56,7 @@ class Timings:
         """The time since the last call: one step, and the learning of the step before."""
         verify_s = self.forward_s + self.verify_s
         total_s = self.schedule_s + self.draft_s + self.build_s + verify_s + self.commit_s + self.learn_s
-        draft_before, verify_before, total_before = self._before
-        self._before = self.draft_s, verify_s, total_s
-        return StepSeconds(self.draft_s - draft_before, verify_s - verify_before, total_s - total_before)
+        draft_before, verify_before, learn_before, total_before = self._before
+        self._before = self.draft_s, verify_s, self.learn_s, total_s
+        own_s = self._clock() - self._began + self.learn_s - learn_before
+        return StepSeconds(self.draft_s - draft_before, verify_s - verify_before, total_s - total_before, own_s)

@@ -1,4 +1,5 @@
-"""How many threads are worth having, and on which CPUs they stay: one for each physical core this process may use.
+"""How many threads are worth having, on which CPUs they stay (one for each physical core this process may use), and
+what their steps are timed with.
 
 Knows: affinity, hyper-twins, memory nodes, and the CPU limits of control groups (versions 1 and 2), as Linux tells
 them. Does not know: the threads. Two hyper-threads share the units that multiply, and a barrier waits for the slower
@@ -8,9 +9,12 @@ one; a thread beyond a group's limit is stopped for most of each period while th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
+
+import torch
 
 from forerun.errors import KernelError
 
@@ -74,6 +78,21 @@ def allowed_cpus() -> Iterable[int]:
     """The logical CPUs that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     return range(os.cpu_count() or 1) if affinity is None else affinity(0)
+
+
+def step_clock(device: torch.device) -> Callable[[], float]:
+    """What steps and calls of drafters are timed with, in seconds.
+
+    On a CPU it stands still while others have the core of the thread that reads it, or of one that this waits for: that
+    is not what a step costs. A GPU works on while the host waits for a core.
+    """
+    if device.type != "cpu":
+        return perf_counter
+    try:
+        from forerun.kernels.cpu import _native
+    except ImportError:
+        return perf_counter
+    return _native.own_time
 
 
 def _limits(root: Path) -> list[int]:

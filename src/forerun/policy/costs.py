@@ -5,8 +5,9 @@ Knows: seconds measured when the engine was built, and seconds of its steps sinc
 A pass in the running engine is slower than one measured alone: caches are colder, contexts longer, Python runs around
 it. By how much is followed for the row counts that were measured, apart for plain steps and steps with drafts.
 
-A machine that something else runs on slows all of them. What was measured then and is not measured again, since it now
-seems too dear, would stay too high: it falls with what is measured (`Pace`). So does what another process has measured.
+Others on the machine slow all of them where the clock of steps does not see it (`kernels/cores.py::step_clock`): by
+memory that they read, or below a hypervisor. What was measured then and is not measured again, since it now seems too
+dear, would stay too high: it falls with what is measured (`Pace`). So does what another process has measured.
 """
 
 from __future__ import annotations

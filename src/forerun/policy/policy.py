@@ -54,6 +54,7 @@ class StepSeconds(NamedTuple):
     draft_s: float
     verify_s: float  # the pass, and choosing from it
     step_s: float  # all of it
+    own_s: float  # all of it, on the clock of the calls: on a CPU it stands still while others have the engine's core
 
 
 class StepResult(NamedTuple):
@@ -213,7 +214,7 @@ class AdaptivePolicy:
         """
         drafts = result.num_rows > len(result.outcomes)
         calls_s = [call.seconds for call in result.calls]
-        usual_s, rest_s = self.costs.step_s(result.num_rows, drafts), result.seconds.step_s - sum(calls_s)
+        usual_s, rest_s = self.costs.step_s(result.num_rows, drafts), result.seconds.own_s - sum(calls_s)
         if result.calls and (last := result.calls[-1]).is_pending:
             if result.num_span:
                 most = max(asked.num_drafts for asked in last.asked)
