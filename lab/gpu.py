@@ -98,7 +98,7 @@ def work(given: argparse.Namespace) -> int:
     end_with_parent()
     if given.rehearse:
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, so before everything that does
-        os.environ.setdefault("OPENBLAS_CORETYPE", "Nehalem")  # with AVX2 a row's bits depend on its place
+        os.environ["OPENBLAS_CORETYPE"] = "Nehalem"  # with AVX2 a row's bits depend on its place
         from quick_interpreter import quicken
 
         quicken()

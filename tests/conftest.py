@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Triton's interpreter multiplies with numpy. With AVX2 OpenBLAS rounds a row of a product by its place in the matrix,
 # with these older instructions it does not, so that what kernels promise can be tested. Read when numpy is imported.
 if platform.machine() in ("x86_64", "AMD64"):
-    os.environ.setdefault("OPENBLAS_CORETYPE", "Nehalem")
+    os.environ["OPENBLAS_CORETYPE"] = "Nehalem"  # whatever the machine has for other programs
 if not os.path.exists("/dev/nvidiactl"):  # no GPU of NVIDIA's
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which transformers does
 os.environ["FORERUN_CACHE"] = os.devnull  # nothing can be kept there: tests do not depend on those before them
