@@ -27,15 +27,20 @@ help:
 venv: $(STAMPS)/venv
 install: $(STAMPS)/with-dev
 
+TOOLS := "scikit-build-core>=0.11" "nanobind>=2.7" ninja
+
+# The compiler is busy for one to two minutes, the download for half a minute or more: both at once. What was compiled is
+# in build/, where the installation below finds it; it also says what is wrong where nothing could be compiled.
 $(STAMPS)/venv:
 	$(PYTHON) -m venv $(VENV)
-	@echo "installing $(TORCH)"
-	@$(PIP) install "$(TORCH)" 2>/dev/null || $(PIP) install "$(TORCH)" --index-url $(TORCH_INDEX)
+	@$(PIP) install $(TOOLS)
+	@echo "installing $(TORCH), compiling the kernels"
+	@$(PIP) wheel --no-deps --no-build-isolation --wheel-dir $(VENV)/wheels . >/dev/null 2>&1 & \
+	$(PIP) install "$(TORCH)" 2>/dev/null || $(PIP) install "$(TORCH)" --index-url $(TORCH_INDEX) && wait && rm -rf $(VENV)/wheels
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/tools: pyproject.toml $(STAMPS)/venv
-	@echo "installing the build tools"
-	@$(PIP) install "scikit-build-core>=0.11" "nanobind>=2.7" ninja
+	@$(PIP) install $(TOOLS)
 	@touch $@
 
 # forerun with some of its extras. The demo leaves out the developers' tools, a minute of downloads; they include its extras.
