@@ -138,6 +138,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "training": (
         "",
         "llm",
+        "server.thoughts",
         "progress",
         "engine",
         "cache.states",

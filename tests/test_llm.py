@@ -68,7 +68,7 @@ def test_implementation_can_be_insisted_on() -> None:
 
 
 def test_an_option_that_does_not_exist_and_a_block_that_closes() -> None:
-    with pytest.raises(ConfigError, match="unknown option tensor_parallel_size; .*did you mean tensor_parallel"):
+    with pytest.raises(ConfigError, match="unknown option tensor_parallel_size; did you mean tensor_parallel"):
         LLM("mini", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="what vLLM calls speculative_config is drafter and draft_model here"):
         LLM("mini", speculative_config={"method": "ngram"})
@@ -77,6 +77,18 @@ def test_an_option_that_does_not_exist_and_a_block_that_closes() -> None:
         llm.close = lambda: closed.append(True)  # type: ignore[method-assign]
         raise ZeroDivisionError
     assert closed == [True]
+
+
+def test_prompts_in_vllms_forms() -> None:
+    llm = mini.plain()
+    text, ids = "The fox", llm.tokenizer.encode("The fox")
+    given: list[Any] = [{"prompt": text}, {"prompt_token_ids": ids}, text]
+    assert len({output.outputs[0].token_ids for output in llm.generate(given, params(temperature=0.0))}) == 1
+    for wrong in ({"text": text}, {"prompt": text, "prompt_token_ids": ids}):
+        with pytest.raises(PromptError, match="a prompt is text or a list of token ids, not dict"):
+            llm.generate(wrong)  # type: ignore[arg-type]
+    with pytest.raises(PromptError, match="not of 'Hello'"):
+        llm.chat("Hello")
 
 
 def test_unseeded_requests_differ_and_report_their_seed() -> None:
@@ -102,7 +114,7 @@ def test_what_is_no_prompt_conversation_or_parameters_is_said() -> None:
     for prompt, said in (
         (5, r"not int \(5\)"),
         (["A", None], "not NoneType"),
-        ({"prompt": "A"}, "not dict"),
+        ({"text": "A"}, "not dict"),
         (b"A", "not bytes"),
     ):
         with pytest.raises(PromptError, match=f"a prompt is text or a list of token ids, {said}"):

@@ -116,6 +116,8 @@ class Frontend(ABC):
     def _group(
         self, prompt: Prompt, params: SamplingParams, lora: str | None, prediction: str | None = None
     ) -> RequestGroup:
+        if isinstance(prompt, Mapping) and len(prompt) == 1:  # vLLM's forms of a text and of token ids
+            prompt = prompt.get("prompt", prompt.get("prompt_token_ids", prompt))
         if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | Mapping):
             raise PromptError(f"a prompt is text or a list of token ids, not {type(prompt).__name__} ({prompt!r:.60})")
         if not isinstance(params, SamplingParams):

@@ -160,3 +160,13 @@ def test_the_shell_completes_commands() -> None:
 @pytest.mark.parametrize(("given", "said"), [("generat", "Did you mean 'generate'"), ("pul", "Did you mean 'pull'")])
 def test_what_was_meant_is_asked_for_commands(run: Any, given: str, said: str) -> None:
     assert said in run(given, status=2).stderr
+
+
+@pytest.mark.parametrize("arguments,hint", [
+    (("generate", "hi", "--temp", "0"), "--temp (Possible options: --temperature)"),
+    (("serve", "mini", "--gpu-memory-utilization", "0.9"), "--gpu-memory-utilization (forerun takes what memory"),
+    (("generate", "hi", "--nonsense"), "No such option: --nonsense"),
+    (("chat", "mini", "hello"), "(hello); for a single question use `forerun generate MODEL QUESTION`"),
+])  # fmt: skip
+def test_what_a_command_does_not_know_comes_with_a_hint(run: Any, arguments: tuple[str, ...], hint: str) -> None:
+    assert hint in run(*arguments, status=2).stderr

@@ -45,6 +45,11 @@ def test_a_path_that_is_no_model_is_never_the_prompt(run: Any, other: Path) -> N
     assert "there is no model './othr'" in said and "did you mean other?" in said
 
 
+def test_a_word_that_is_nearly_a_model_is_said_to_be_the_prompt(run: Any, other: Path) -> None:
+    assert "'minni' is the prompt, for mini; did you mean mini?" in run("generate", "minni", *SHORT).stderr
+    assert "is the prompt" not in run("generate", "Minnie is here", *SHORT).stderr
+
+
 def test_the_same_text_is_a_prompt_behind_a_model(run_json: Any, other: Path) -> None:
     assert run_json("generate", "mini", "./other", *SHORT)["text"]
 

@@ -56,6 +56,35 @@ def test_an_answer_is_written_again_and_the_system_message_changes(run: Any, ask
     assert asked == [[one], [one], [system, two], [system, two]]
 
 
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_thoughts_are_shown_without_their_marks_and_leave_the_conversation(
+    run: Any, asked: list[list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    from forerun.core import CompletionOutput, RequestOutput
+    from forerun.llm import LLM
+
+    def stream(self: LLM, prompt: list[int], params: Any, *_: Any, **__: Any) -> Any:
+        ids = self.tokenizer.encode("<think>\nEasy.\n</think>\n\nParis.")
+        for num in range(1, len(ids) + 1):
+            text, end = self.tokenizer.decode(ids[:num]), "stop" if num == len(ids) else None
+            sample = CompletionOutput(0, text, tuple(ids[:num]), end, None, 0, ("",) * num)
+            yield RequestOutput("0", None, tuple(prompt), [sample], end is not None)
+
+    watched = LLM.render_chat
+
+    def render(self: LLM, messages: Any) -> list[int]:
+        monkeypatch.setattr(self.tokenizer, "chat_template", f"{self.tokenizer.chat_template}{{# </think> #}}")
+        return watched(self, messages)
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    monkeypatch.setattr(LLM, "render_chat", render)
+    arguments, lines = (["What?"], None) if command == "generate" else ([], "What?\nWhy?\n")
+    result = run(command, *arguments, stdin=lines)
+    assert result.stdout.count("Easy.\n\nParis.") == 1 + (command == "chat") and "think>" not in result.stdout
+    if command == "chat":
+        assert asked[-1][1] == {"role": "assistant", "content": "Paris."}
+
+
 def test_a_path_is_no_command(run: Any, asked: list[list[dict[str, str]]]) -> None:
     run("chat", "--max-tokens", "4", stdin="/etc/hosts has two names, why?\n")
     assert asked == [[{"role": "user", "content": "/etc/hosts has two names, why?"}]]
@@ -111,16 +140,21 @@ def test_the_corner_leaves_the_screen_as_it_was(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forerun.cli.chat import ChatSession
+    from forerun.cli import chat
+    from forerun.llm import LLM
 
-    write, engines = ChatSession._write, []
+    write, stream, engines = chat.write, LLM.stream, []
 
-    def interrupted(self: ChatSession, *given: Any) -> None:
-        engines.append(self.llm.engine)
-        write(self, *given)
+    def watched(self: LLM, *given: Any) -> Any:
+        engines.append(self.engine)
+        return stream(self, *given)
+
+    def interrupted(*given: Any) -> None:
+        write(*given)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ChatSession, "_write", interrupted)
+    monkeypatch.setattr(LLM, "stream", watched)
+    monkeypatch.setattr(chat, "write", interrupted)
     options = ("--max-tokens", "200", "--temperature", "1", "--drafter", "none")
     result = run("chat", *options, stdin="Tell me a long story about a cat and a dog\n/exit\n")
     assert "1 tokens in 1 step " in result.stderr and len(engines) == 1 and not engines[0].has_work

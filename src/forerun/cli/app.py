@@ -45,6 +45,19 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 WIDE = 100  # columns in which the help of every command is whole
 
 
+ELSEWHERE = {  # options of vLLM and llama.cpp, where no name here is like theirs
+    "--gpu-memory-utilization": "forerun takes what memory there is: docs/serving.md, Limits and memory",
+    "--kv-cache-memory-bytes": "forerun takes what memory there is: docs/serving.md, Limits and memory",
+    "--enable-prefix-caching": "it is on; --no-prefix-caching turns it off",
+    "--enable-lora": "use --lora NAME=PATH", "--lora-modules": "use --lora NAME=PATH",
+    "--enable-auto-tool-choice": "leave it out; --tool-parser is auto unless given",
+    "--swap-space": "use --kv-host-gib",
+    "--quantization": "leave it out; the checkpoint says it",
+    "--trust-remote-code": "code of a checkpoint is never run",
+    "--n-predict": "use --max-tokens", "--ctx-size": "use --max-model-len", "--n-gpu-layers": "use --device cuda",
+}  # fmt: skip
+
+
 class CleanGroup(TyperGroup):
     """Turns errors that users can cause into one line and an exit status; others keep their traceback."""
 
@@ -70,6 +83,23 @@ class CleanGroup(TyperGroup):
                 "free space"
             )
             raise typer.Exit(EXIT_USER_ERROR) from error
+        except Exception as error:  # usage errors of click, of which typer may have a copy of its own
+            _add_hint(error)
+            raise
+
+
+def _add_hint(error: Any) -> None:
+    """Say more of an argument or an option that a command does not know; other errors stay as they are."""
+    name, command = getattr(error, "option_name", None), getattr(getattr(error, "ctx", None), "command", None)
+    if command is None:
+        return
+    if name in ELSEWHERE:
+        error.message, error.possibilities = f"No such option: {name} ({ELSEWHERE[name]})", None
+    elif name is not None:
+        begun = [option for param in command.params for option in param.opts if option.startswith(name)]
+        error.possibilities = begun or error.possibilities
+    elif command.name == "chat" and "unexpected extra argument" in str(getattr(error, "message", "")):
+        error.message += "; for a single question use `forerun generate MODEL QUESTION`"
 
 
 def _drop_stdout_if_full() -> None:

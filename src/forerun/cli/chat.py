@@ -15,7 +15,7 @@ import typer
 
 from forerun.cli import options as opt
 from forerun.cli.console import out, print_error, print_note
-from forerun.cli.drafted import DraftedText, has_colour, render
+from forerun.cli.drafted import DraftedPiece, DraftedText, shown_params, write
 from forerun.cli.engine import adapter_of, note_sampling, open_to_answer, stats_line
 from forerun.cli.explain import print_explanation
 from forerun.cli.terminal import Corner, enable_line_editing, read_line
@@ -64,7 +64,8 @@ def chat(
         raise ConfigError(f"{name} has no chat template, so it cannot chat: use `forerun generate {name} PROMPT`")
     note_sampling(llm, sampling.given())
     print_note(f"{name}, drafter {llm.config.drafter.name}. /help lists the commands, Ctrl-D ends the conversation.")
-    session = ChatSession(llm, sampling.params(llm.loaded.sampling), talk, talk.system, talk.show_drafts)
+    params = shown_params(llm.tokenizer, sampling.params(llm.loaded.sampling))
+    session = ChatSession(llm, params, talk, talk.system, talk.show_drafts)
     session.run()
 
 
@@ -136,13 +137,13 @@ class ChatSession:
         if answer is None:
             self.messages.pop()
         else:
-            self.messages.append({"role": "assistant", "content": answer.text})
+            self.messages.append({"role": "assistant", "content": answer})
         return answer is not None
 
-    def _stream(self) -> CompletionOutput | None:
-        """Write an answer as it comes; Ctrl-C keeps what is there -> the answer, None if nothing was said."""
+    def _stream(self) -> str | None:
+        """Write an answer as it comes; Ctrl-C keeps what is there -> what was said, without thoughts; None: nothing."""
         prompt = self.llm.render_chat(self.messages)
-        text = DraftedText(self.llm.tokenizer, prompt)
+        text, said = DraftedText(self.llm.tokenizer, prompt, of_chat=True), list[DraftedPiece]()
         params = self.params.with_seed((self.params.seed or 0) + self.num_answers)
         self.num_answers += 1
         output: RequestOutput | None = None
@@ -150,12 +151,17 @@ class ChatSession:
         try:
             with self._corner() as show:
                 for output in steps:
-                    self._write(text, output.outputs[0])
+                    pieces = text.take(output.outputs[0])
+                    said += pieces
+                    write(pieces, out(), self.show_drafts)
                     show(stats_line(output.outputs[0].stats))
         except KeyboardInterrupt:
             steps.close()  # aborts the request
         out().print()
-        return self._finished(prompt, output.outputs[0]) if output is not None else None
+        if output is None:
+            return None
+        self._finished(output.outputs[0])
+        return "".join(piece.text for piece in said if not piece.is_thought).removeprefix("\n\n")
 
     @contextmanager
     def _corner(self) -> Iterator[Callable[[str], None]]:
@@ -168,21 +174,13 @@ class ChatSession:
         with corner.reserved():
             yield corner.show
 
-    def _write(self, text: DraftedText, answer: CompletionOutput) -> None:
-        console, pieces = out(), text.take(answer)
-        if self.show_drafts:
-            console.print(render(pieces, not has_colour(console)), end="", soft_wrap=True)
-        else:
-            typer.echo("".join(piece.text for piece in pieces), nl=False)
-
-    def _finished(self, prompt: list[int], answer: CompletionOutput) -> CompletionOutput:
+    def _finished(self, answer: CompletionOutput) -> None:
         if answer.error is not None:
             raise answer.error
         if self.talk.show_stats:
             print_note(stats_line(answer.stats))
         if self.talk.explain:
             print_explanation(answer.stats)
-        return answer
 
 
 def _help(command: str) -> None:

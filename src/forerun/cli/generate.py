@@ -15,7 +15,7 @@ import typer
 
 from forerun.cli import options as opt
 from forerun.cli.console import err, out, print_json, print_note
-from forerun.cli.drafted import DraftedText, has_colour, legend, render
+from forerun.cli.drafted import DraftedText, has_colour, legend, shown_params, write
 from forerun.cli.engine import adapter_of, note_sampling, open_to_answer, stats_dict, stats_line
 from forerun.cli.explain import explain_dict, print_explanation
 from forerun.cli.prompt import model_and_prompt, read_file
@@ -118,11 +118,14 @@ def _answer(llm: LLM, prompt: list[int], params: SamplingParams, asked: AskedTex
     if asked.json:
         print_json(_as_json(_checked(llm.generate([prompt], params, **beside)[0]), asked.explain))
         return
+    of_chat = asked.chat is not False and llm.tokenizer.chat_template is not None
+    params = shown_params(llm.tokenizer, params) if of_chat else params
     if params.n == 1 and asked.stream:
-        output = _stream(llm, llm.stream(prompt, params, **beside), asked.show_drafts)
+        text = DraftedText(llm.tokenizer, prompt, of_chat)
+        output = _stream(text, llm.stream(prompt, params, **beside), asked.show_drafts)
     else:
         output = _checked(llm.generate([prompt], params, **beside)[0])
-        _show(llm, output, asked.show_drafts)
+        _show(llm, output, asked.show_drafts, of_chat)
     if asked.show_drafts:
         sources = [source for sample in output.outputs for source in sample.token_sources]
         err().print(legend(sources, marked=not has_colour(out())))
@@ -140,34 +143,23 @@ def _checked(output: RequestOutput) -> RequestOutput:
     return output
 
 
-def _stream(llm: LLM, outputs: Iterable[RequestOutput], show_drafts: bool) -> RequestOutput:
+def _stream(text: DraftedText, outputs: Iterable[RequestOutput], show_drafts: bool) -> RequestOutput:
     """Write text as it comes."""
-    console = out()
-    text: DraftedText | None = None
     output: RequestOutput | None = None
     for output in outputs:
-        text = text or DraftedText(llm.tokenizer, output.prompt_token_ids)
-        pieces = text.take(output.outputs[0])
-        if show_drafts:
-            console.print(render(pieces, not has_colour(console)), end="", soft_wrap=True)
-        else:
-            typer.echo("".join(piece.text for piece in pieces), nl=False)
+        write(text.take(output.outputs[0]), out(), show_drafts)
     typer.echo()
     assert output is not None
     return _checked(output)
 
 
-def _show(llm: LLM, output: RequestOutput, show_drafts: bool) -> None:
+def _show(llm: LLM, output: RequestOutput, show_drafts: bool, of_chat: bool) -> None:
     """Write finished samples, numbered if there are several."""
-    console = out()
     for sample in output.outputs:
         if len(output.outputs) > 1:
-            console.print(f"#{sample.index + 1}", style="bold")
-        pieces = DraftedText(llm.tokenizer, output.prompt_token_ids).take(sample)
-        if show_drafts:
-            console.print(render(pieces, not has_colour(console)), soft_wrap=True)
-        else:
-            typer.echo(sample.text)
+            out().print(f"#{sample.index + 1}", style="bold")
+        pieces = DraftedText(llm.tokenizer, output.prompt_token_ids, of_chat).take(sample)
+        write(pieces, out(), show_drafts, end="\n")
 
 
 def _as_json(output: RequestOutput, explain: bool) -> dict[str, Any] | list[dict[str, Any]]:

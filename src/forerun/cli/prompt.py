@@ -12,7 +12,8 @@ from io import StringIO
 from pathlib import Path
 
 from forerun.cli import options as opt
-from forerun.errors import ConfigError, DataError, PromptError
+from forerun.cli.console import print_note
+from forerun.errors import ConfigError, DataError, PromptError, suggestion
 
 
 def model_and_prompt(arguments: Sequence[str], model: str | None, file: Path | None) -> tuple[str, str]:
@@ -33,6 +34,8 @@ def model_and_prompt(arguments: Sequence[str], model: str | None, file: Path | N
     name = opt.chosen_model(named, model)
     if named is not None and named.startswith((".", "/", "~")):
         _check_path(named)
+    if rest and len(arguments) == 1:
+        _warn_of_mistyped(rest[0], name)
     prompt = rest[0] if rest else _read_prompt(file, name if named or model else None)
     if (rest or file is not None) and is_piped():
         raise ConfigError(
@@ -49,6 +52,14 @@ def _check_path(model: str) -> None:
     from forerun.weights.resolve import resolve_model
 
     resolve_model(model)
+
+
+def _warn_of_mistyped(prompt: str, model: str) -> None:
+    """A single word that is nearly the name of a model is the prompt all the same, but that may surprise."""
+    from forerun.weights.resolve import EMBEDDED
+
+    if " " not in prompt and (meant := suggestion(prompt, EMBEDDED)):
+        print_note(f"{prompt!r} is the prompt, for {model}{meant}")
 
 
 def _is_model(text: str) -> bool:

@@ -186,7 +186,8 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
         allowed = sorted(drafter_fields | engine_fields | {"drafter", "draft_model"})
         like = VLLM_OPTIONS.get(unknown[0])
         meant = f"; what vLLM calls {unknown[0]} is {like} here" if like else suggestion(unknown[0], allowed)
-        raise ConfigError(f"unknown option {', '.join(unknown)}; the options are {', '.join(allowed)}{meant}")
+        listed = f"{meant.removesuffix('?')}. All options: {', '.join(allowed)}"
+        raise ConfigError(f"unknown option {', '.join(unknown)}{listed}")
     given_model = options.get("draft_model")
     wanted = options.get("drafter") or ("none" if given_model is None else default_drafter(model, given_model))
     if isinstance(wanted, DrafterConfig):

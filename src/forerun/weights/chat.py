@@ -51,7 +51,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapp
     """The text of a conversation; raises PromptError if the template refuses it, fails, or takes too much."""
     if not messages:
         raise PromptError("the conversation is empty; give at least one message with 'role' and 'content'")
-    for message in messages:
+    for message in [messages] if isinstance(messages, str) else messages:
         if not isinstance(message, Mapping) or "role" not in message or len(message) < 2:
             raise PromptError(
                 'a conversation is a list of messages such as {"role": "user", "content": "Hello!"}, '

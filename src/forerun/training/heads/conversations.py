@@ -14,6 +14,7 @@ from pathlib import Path
 
 from forerun.errors import ConfigError, DataError
 from forerun.models.loader import load_tokenizer
+from forerun.server.thoughts import said
 from forerun.training.heads.answers import Report, Writer, engine_writer, read_lines, write_answers
 from forerun.training.heads.prompts import read_file
 from forerun.training.heads.rows import Rows
@@ -102,6 +103,7 @@ def spoken(talk: TrainingTalk) -> list[dict[str, str]]:
 
 
 def heard(talk: TrainingTalk, answer: Sequence[int], tokenizer: Tokenizer) -> TrainingTalk:
-    """The conversation after an answer, given as token ids."""
-    said = {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}
-    return TrainingTalk((*spoken(talk), said), talk.to_say[1:], talk.temperature)
+    """The conversation after an answer, given as token ids: what was thought is no part of it."""
+    prompt = tokenizer.encode_chat(spoken(talk))
+    message = {"role": "assistant", "content": said(tokenizer, prompt, answer)}
+    return TrainingTalk((*spoken(talk), message), talk.to_say[1:], talk.temperature)
