@@ -145,7 +145,7 @@ class Profile:
 
     model: str  # its folder or file
     machine: str
-    suite: str  # of prompts
+    suite: str  # such as: 12 built-in prompts
     made_s: float  # since 1970
     recommended: str  # a drafter as on the command line
     gains: Mapping[str, float]  # speed over plain decoding, by drafter, over all temperatures

@@ -80,7 +80,8 @@ def drafters(
               "repeats": repeats, "seed": seed, "verification": verification}  # fmt: skip
     report |= _measure(plain, names, (sizes, rules), drafting, cases, params, repeats, drafters == AUTO, keep_profile)
     if keep_profile and "recommended" in report:
-        _keep_profile(plain, report)
+        measured = f"{len(cases)} {'built-in prompts' if suite == OWN else f'prompts of {prompts or suite}'}"
+        _keep_profile(plain, report, measured)
     paths = _write(out_folder, report)
     print_json(report) if json else _show(report, paths)
 
@@ -172,7 +173,7 @@ def _measure(
     }
 
 
-def _keep_profile(plain: LLM, report: dict[str, Any]) -> None:
+def _keep_profile(plain: LLM, report: dict[str, Any], measured: str) -> None:
     """For `forerun inspect`."""
     from time import time
 
@@ -181,7 +182,7 @@ def _keep_profile(plain: LLM, report: dict[str, Any]) -> None:
     from forerun.learned import Profile
 
     model, machine = str(plain.loaded.folder), machine_of(plain.kernels)
-    Profile(model, machine, report["suite"], time(), report["recommended"], report["gains"]).save(profiles_folder())
+    Profile(model, machine, measured, time(), report["recommended"], report["gains"]).save(profiles_folder())
 
 
 def _check_some(engines: dict[str, LLM], left_out: dict[str, str]) -> None:

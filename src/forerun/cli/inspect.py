@@ -241,10 +241,10 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _expected(profile: dict[str, Any]) -> str:
-    """Such as "1.46x with suffix (of 5 drafters, prompts: own, 2026-11-23)"."""
+    """Such as "1.46x with suffix (of 5 drafters, 12 built-in prompts, 2026-11-23)"."""
     best, gains, day = profile["recommended"], profile["gains"], date.fromtimestamp(profile["made_s"])
     said = f"{gains[best]:.2f}x with {best}" if best in gains else "no drafter gains"
-    return f"{said} (of {len(gains)} drafters, prompts: {profile['suite']}, {day})"
+    return f"{said} (of {len(gains)} drafters, {profile['suite']}, {day})"
 
 
 def _template(report: dict[str, Any]) -> str:
