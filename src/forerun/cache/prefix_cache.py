@@ -349,12 +349,13 @@ def _longest_common(node: Node, tokens: Tokens) -> tuple[Node | None, int]:
     """The child that shares the most leading tokens with `tokens`, and how many; (None, 0) if none shares any."""
     place = bisect_left(node.order, tokens)
     neighbours = node.order[max(place - 1, 0) : place + 1]
-    best = max(neighbours, key=lambda key: _num_common(key, tokens), default=())
-    num_common = _num_common(best, tokens)
-    return (node.children[best], num_common) if num_common else (None, 0)
+    best = max(neighbours, key=lambda key: num_common(key, tokens), default=())
+    shared = num_common(best, tokens)
+    return (node.children[best], shared) if shared else (None, 0)
 
 
-def _num_common(a: Tokens, b: Tokens) -> int:
+def num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens with which both begin."""
     count = 0
     for x, y in zip(a, b, strict=False):
         if x != y:

@@ -144,7 +144,7 @@ def head_drafter(head: DraftHead, context: DrafterContext) -> AutoregressiveDraf
     """Drafts with a head that is fed the target's states."""
     passes, places, max_position = head.passes, head.kv_places, context.model.max_position
     if head.blocks is not None:
-        return _block_drafter(head, head.blocks, context)
+        return block_drafter(head, head.blocks, context)
     follower = FeatureFollower(head, context) if places is None else RootFollower(head)
     bind_layers = binder(passes, context, places)
     return AutoregressiveDrafter(
@@ -152,15 +152,10 @@ def head_drafter(head: DraftHead, context: DrafterContext) -> AutoregressiveDraf
     )
 
 
-def block_drafter(head: BlockHead, context: DrafterContext) -> AutoregressiveDrafter:
-    """Drafts with a head that guesses a block of tokens in one pass."""
-    return _block_drafter(head, head.passes, context)
-
-
-def _block_drafter(
+def block_drafter(
     head: BlockHead | DraftHead, passes: BlockPasses, context: DrafterContext
 ) -> AutoregressiveDrafter:  # fmt: skip
-    """A chain is as long as a block at most."""
+    """Drafts with a head that guesses a block of tokens in one pass; a chain is as long as a block at most."""
     follower, max_position = FeatureFollower(head, context), context.model.max_position
     bind_layers = block_binder(passes, context)
     made = AutoregressiveDrafter(

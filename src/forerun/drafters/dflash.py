@@ -17,7 +17,8 @@ def build(context: DrafterContext) -> Drafter:
     assert context.options.model is not None  # checked by registry.check
     target = native_target(context.model)
     source = open_head(context.options.model)
-    return block_drafter(read_dflash(source, target, context.kernels, context.options.head_weights), context)
+    head = read_dflash(source, target, context.kernels, context.options.head_weights)
+    return block_drafter(head, head.passes, context)
 
 
 SPEC = DrafterSpec(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forerun.cache.prefix_cache import Hit, Place, PrefixCache
+from forerun.cache.prefix_cache import Hit, Place, PrefixCache, num_common
 from forerun.core import Request, Status
 
 
@@ -62,7 +62,7 @@ class SharedPrefixes:
 
     def _num_shared(self, writer: Request, request: Request) -> int:
         """Rows of the writer that the request can go on after: where recurrent states are needed, one will be kept."""
-        num_rows = _num_common(writer.token_ids, request.token_ids)
+        num_rows = num_common(writer.token_ids, request.token_ids)
         if self._cache.states is None:
             return num_rows - num_rows % self._cache.block_size
         end = self._cache.last_end(writer)
@@ -73,7 +73,3 @@ class SharedPrefixes:
         self._writers = {place: writer for place, writer in self._writers.items() if writer is not request}
         self._awaited.pop(request.request_id, None)
         self._awaited = {waiting: found for waiting, found in self._awaited.items() if found[0] is not request}
-
-
-def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

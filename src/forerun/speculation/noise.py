@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from forerun.kernels.philox import gumbel, philox, random_words, uniform, uniforms
+from forerun.kernels.philox import gumbel, philox, uniform, uniforms
 
-__all__ = ["Purpose", "gumbel", "philox", "random_words", "step_position", "stream_id", "uniform", "uniforms"]
+__all__ = ["Purpose", "gumbel", "philox", "step_position", "stream_id", "uniform", "uniforms"]
 
 _STREAM_BITS_PURPOSE = 4
 

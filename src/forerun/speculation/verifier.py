@@ -54,8 +54,6 @@ class CoupledVerifier:
     together, a level at a time, so that only rows on accepted paths are shaped. Both choose the same tokens.
     """
 
-    coupled = True
-
     def __init__(self, kernels: Kernels, at_once: bool = False) -> None:
         """`at_once`: the kernels choose the tokens of all nodes before the walk, so that drafts may be pending."""
         self._kernels = kernels
@@ -233,8 +231,6 @@ def _placed(candidates: Sequence[Candidate]) -> list[tuple[Draft, int]]:
 
 class RejectionVerifier:
     """Accept or replace drafts so that the output has the target's distribution."""
-
-    coupled = False
 
     def __init__(self, chain_rule: str) -> None:
         self._chain_rule = verify.verify_chain_block if chain_rule == "block" else verify.verify_chain_token

@@ -53,7 +53,7 @@ class Crew:
         self.failure: RankLost | None = None
         self.on_failure: list[Callable[[RankLost], None]] = []
         self.num_here = list(hosts.values()).count(hosts[0])  # ranks on this machine
-        self.told_bytes = self.told = self.num_passes = 0
+        self.num_passes = 0
         self._links, self._hosts, self._workers = dict(links), dict(hosts), list(workers)
         self._watch = Watch(links, limit_s, self._arrived, self._lost)
         self._changed = Condition()
@@ -130,7 +130,6 @@ class Crew:
             except LinkClosed as error:
                 self._lost(rank, str(error))
                 self.check()
-        self.told, self.told_bytes = self.told + len(self._links), self.told_bytes + len(self._links) * len(body)
         self._chain = crc32(body, self._chain)
 
     def open_engine(self, numbers: Sequence[int]) -> int:
