@@ -194,6 +194,8 @@ def test_requests_of_other_adapters_and_salts_learn_nothing_from_each_other() ->
     kinds: list[dict[str, Any]] = [{}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"adapter": one}]
     kinds += [{"adapter": one, "cache_salt": "a"}]
     requests = [Request(str(i), (1,), SamplingParams(), seed=0, **kind) for i, kind in enumerate(kinds)]
+    for each in requests:
+        drafter.begin(each)
     logits = torch.eye(VOCAB)[[2, 3, 4, 5, 6]]
     firsts = [(each, row) for row, each in enumerate(requests[:3])]
     drafter.observe_logits(torch.tensor([1, 1, 1]), logits[:3], firsts)
@@ -208,6 +210,21 @@ def test_few_salts_are_remembered_and_the_usual_lessons_stay() -> None:
     drafter = recycling()
     requests = [Request("", (1,), SamplingParams(), 0, cache_salt=str(i) if i else "") for i in range(NUM_APART + 2)]
     for each in requests:
+        drafter.begin(each)
         show(drafter, torch.tensor([1]), torch.eye(VOCAB)[[2]], each)
     assert [bool(guessed(drafter, each)) for each in (requests[0], requests[-1], requests[2])] == [True] * 3
     assert guessed(drafter, requests[1]) == [], "the salt that was used longest ago"
+
+
+def test_more_salts_than_there_are_tables_for_do_not_take_turns() -> None:
+    """A table of a large vocabulary has megabytes: made anew for every request in every step it cost milliseconds."""
+    drafter = recycling()
+    requests = [Request(str(i), (1,), SamplingParams(), 0, cache_salt=str(i)) for i in range(NUM_APART + 4)]
+    for each in requests:
+        drafter.begin(each)
+    tables = [id(drafter._tables.find(each)) for each in requests[4:]]
+    for _ in range(3):
+        for each in requests:
+            show(drafter, torch.tensor([1]), torch.eye(VOCAB)[[2]], each)
+    assert [guessed(drafter, each) for each in requests] == [[]] * 4 + [[2]] * NUM_APART
+    assert [id(drafter._tables.find(each)) for each in requests[4:]] == tables

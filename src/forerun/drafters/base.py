@@ -240,6 +240,11 @@ Lesson = TypeVar("Lesson")
 _Key = tuple[ref[object] | None, str, str]  # adapter, its folder, salt
 
 
+def _key_of(request: Request) -> _Key:
+    adapter = request.adapter
+    return None if adapter is None else ref(adapter), _path_of(adapter), request.cache_salt
+
+
 class Lessons(Generic[Lesson]):
     """What a drafter learns from requests for others, apart for each adapter and each `cache_salt`.
 
@@ -264,12 +269,20 @@ class Lessons(Generic[Lesson]):
         self._apart.clear()
         self._recalled.clear()
 
-    def of(self, request: Request) -> Lesson:
-        """What may be used for this request, and taught by it."""
+    def find(self, request: Request) -> Lesson | None:
+        """As `of`; None if others have its room: where more run than there is room for, they do not take turns."""
         if request.adapter is None and not request.cache_salt:
             return self._own
-        adapter = request.adapter
-        key = None if adapter is None else ref(adapter), _path_of(adapter), request.cache_salt
+        if (key := _key_of(request)) not in self._apart:
+            return None
+        self._apart.move_to_end(key)
+        return self._apart[key]
+
+    def of(self, request: Request) -> Lesson:
+        """What may be used for this request, and taught by it. It may take another's room: once a request."""
+        if request.adapter is None and not request.cache_salt:
+            return self._own
+        key, adapter = _key_of(request), request.adapter
         if key not in self._apart:
             for unloaded in [old for old in self._apart if old[0] is not None and old[0]() is None]:
                 self._put_away(unloaded)

@@ -89,6 +89,7 @@ class RecyclingDrafter(Stateless):
         if not self._across_requests and not self._running:
             self._tables.clear()
         self._running.add(request.request_id)
+        self._tables.of(request)
 
     def end(self, request_id: str) -> None:
         """One request less."""
@@ -111,7 +112,8 @@ class RecyclingDrafter(Stateless):
         best, _ = self._kernels.gumbel_topk(logits, plain, NoiseKeys(none, none, none), self._num_successors)
         ids, successors = token_ids.numpy(), to_host(best).numpy()
         for (request, first), end in zip(firsts, [*[first for _, first in firsts[1:]], num_rows], strict=True):
-            self._tables.of(request)[ids[first:end]] = successors[first:end]
+            if (table := self._tables.find(request)) is not None:
+                table[ids[first:end]] = successors[first:end]
 
     def propose(self, drafts: Sequence[Draft]) -> None:
         """Fill as much of the fixed tree as there is room for and successors are known."""
@@ -120,7 +122,9 @@ class RecyclingDrafter(Stateless):
             self._fill(draft)
 
     def _fill(self, draft: Draft) -> None:
-        table = self._tables.of(draft.request)
+        table = self._tables.find(draft.request)
+        if table is None:
+            return
         nodes: list[int | None] = [ROOT]  # where the branches went, None for those nothing is known for
         for parent, rank, log_survival in islice(template(), 1, draft.num_wanted + 1):
             node = nodes[parent]

@@ -225,7 +225,7 @@ class AdaptivePolicy:
             return usual_s if result.num_span else min(rest_s, usual_s), calls_s
         if result.num_span:
             return usual_s, calls_s
-        if not calls_s and self._num_plain >= WARM_AFTER:
+        if not drafts and not calls_s and self._num_plain >= WARM_AFTER:  # tokens that a grammar forces are drafts
             self.costs.learn_plain(result.num_rows, rest_s)
         self.costs.learn_step(result.num_rows, drafts, rest_s)
         return rest_s, calls_s
