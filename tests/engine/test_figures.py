@@ -84,3 +84,18 @@ def test_a_step_is_told_in_wall_time_and_on_the_engines_own_clock() -> None:
         timings.lap("forward_s")
         seconds = timings.take()
         assert seconds.own_s == own_s and 0.0 <= seconds.step_s < own_s
+
+
+def test_log_probabilities_of_a_prompt_are_not_computed_again() -> None:
+    """After a preemption the prompt is, with logits of its last row alone."""
+    engine = harness.engine("none")
+    group = harness.request(0, [0, 1, 2, 3], SamplingParams(max_tokens=6, temperature=0.0, prompt_logprobs=1))
+    [sample] = group.samples
+    assert sample.wants_prompt
+    engine.add(group)
+    engine.step()
+    assert len(sample.prompt_logprobs) == 3
+    engine._restart()
+    assert sample.request.num_computed == 0 and not sample.wants_prompt
+    harness.run(engine, [])
+    assert sample.request.num_output == 6 and len(sample.prompt_logprobs) == 3

@@ -98,8 +98,10 @@ class SampleRecord:
     @property
     def wants_prompt(self) -> bool:
         """Whether log-probabilities of prompt tokens were asked for and some are still to be computed."""
-        request = self.request
-        return request.prompt_logprobs is not None and request.num_computed < len(request.prompt_token_ids) - 1
+        request, num_wanted = self.request, len(self.request.prompt_token_ids) - 1
+        if request.prompt_logprobs is None or len(self.prompt_logprobs) == num_wanted:  # all, before a preemption
+            return False
+        return request.num_computed < num_wanted
 
     def read_prompt(self, logits: Tensor) -> None:
         """Record log-probabilities of the next prompt tokens, from logits [span, vocab_size]."""
