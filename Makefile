@@ -27,6 +27,8 @@ help:
 venv: $(STAMPS)/venv
 install: $(STAMPS)/with-dev
 
+# A command in a process group of its own, so that it can be ended with all that it started.
+IN_GROUP := $(BIN)/python -c 'import os, sys; os.setpgrp(); os.execv(sys.argv[1], sys.argv[1:])'
 TOOLS := "scikit-build-core>=0.11" "nanobind>=2.7" ninja
 
 # The compiler is busy for one to two minutes, the download for half a minute or more: both at once. What was compiled is
@@ -35,8 +37,10 @@ $(STAMPS)/venv:
 	$(PYTHON) -m venv $(VENV)
 	@$(PIP) install $(TOOLS)
 	@echo "installing $(TORCH), compiling the kernels"
-	@$(PIP) wheel --no-deps --no-build-isolation --wheel-dir $(VENV)/wheels . >/dev/null 2>&1 & \
-	$(PIP) install "$(TORCH)" 2>/dev/null || $(PIP) install "$(TORCH)" --index-url $(TORCH_INDEX) && wait && rm -rf $(VENV)/wheels
+	@$(IN_GROUP) $(PIP) wheel --no-deps --no-build-isolation --wheel-dir $(VENV)/wheels . >/dev/null 2>&1 & \
+	compiling=$$!; trap 'kill -- -$$compiling 2>/dev/null' EXIT; trap 'exit 130' INT TERM; \
+	{ $(PIP) install "$(TORCH)" 2>/dev/null || $(PIP) install "$(TORCH)" --index-url $(TORCH_INDEX); } && \
+	{ wait; rm -rf $(VENV)/wheels; }
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/tools: pyproject.toml $(STAMPS)/venv

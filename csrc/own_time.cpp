@@ -1,5 +1,6 @@
 #include "own_time.h"
 
+#include <algorithm>
 #include <chrono>
 
 #if defined(__linux__) || defined(__APPLE__)
@@ -18,14 +19,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Two clocks that were read within so long agree. A thread that lost its core between them reads them again.
-constexpr auto kAtOnce = std::chrono::microseconds(50);
-constexpr int kTries = 3;
+constexpr int kTries = 8;
 
 // What the system counts for a thread. "Nanoseconds on a core, nanoseconds ready to run without one, turns".
 class Delays {
 public:
-    int64_t lost_ns = 0;
+    int64_t lost_ns = 0, shown_ns = 0;
 
 #ifdef __linux__
     Delays() { open_file(); }
@@ -74,15 +73,16 @@ Delays& delays() {
 double own_time() {
     Delays& own = delays();
     Clock::time_point now;
-    int64_t delay_ns = 0;
-    for (int turn = 0; turn < kTries; ++turn) {
-        const Clock::time_point before = Clock::now();
-        delay_ns = own.read_ns();
+    int64_t delay_ns = own.read_ns();
+    for (int turn = 0; turn < kTries; ++turn) {  // a thread that lost its core between the two clocks reads both again
         now = Clock::now();
-        if (now - before < kAtOnce) break;
+        const int64_t before_ns = delay_ns;
+        delay_ns = own.read_ns();
+        if (delay_ns == before_ns) break;
     }
     const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now.time_since_epoch()).count();
-    return static_cast<double>(ns - delay_ns - own.lost_ns) * 1e-9;
+    own.shown_ns = std::max<int64_t>(own.shown_ns, ns - delay_ns - own.lost_ns);
+    return static_cast<double>(own.shown_ns) * 1e-9;
 }
 
 int64_t computed_ns() {

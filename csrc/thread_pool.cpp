@@ -191,7 +191,8 @@ void ThreadPool::run(Function function, const void* context, int64_t num_chunks,
     // Chunks are small parts of a call: who waits longer than it has worked does not wait because chunks are uneven.
     const auto now = Clock::now();
     if (now - waiting_since < waiting_since - start) return;
-    set_own_time_back(computed_ns() - impatient_ns);
+    const int64_t waited_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(now - waiting_since).count();
+    set_own_time_back(std::min(computed_ns() - impatient_ns, waited_ns));
     if (!by_owners) judge_wait(start, now - waiting_since, now);
 }
 

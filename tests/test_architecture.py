@@ -53,6 +53,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
         "runtime",
         "models",
         "cache",
+        "kernels.cores",
         "kernels.device",
         "kernels.ops",
         "kernels.suffix",

@@ -62,6 +62,9 @@ int main() {
         std::printf("%d %lld %lld\n", threads, chunks, own);
     }
     ThreadPool pool(2, {});
+    Job woken{std::this_thread::get_id(), kChunksPerThread};
+    Job* const waking = &woken;
+    pool.run(&Job::run, &waking, woken.chunks);  // the worker runs now, which may take a while
     Sleeper job{std::this_thread::get_id()};
     Sleeper* const context = &job;
     const double own = own_time();

@@ -107,7 +107,7 @@ def assemble(
         policy=policy,
         scheduler=_scheduler(config, kv_cache, max_model_len, bool(own_kvs), kept_states),
         kv_cache=kv_cache,
-        timings=Timings(clock=step_clock(kernels.device)),
+        timings=Timings() if isinstance(policy, FixedPolicy) else Timings(clock=step_clock(kernels.device)),
         torch_threads=torch_threads,
         keep=_recall(kept, policy, drafter),
     )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from forerun.errors import ForerunError
+from forerun.server.call_readers import Prose
 
 
 @pytest.fixture
@@ -54,6 +55,18 @@ def test_an_answer_is_written_again_and_the_system_message_changes(run: Any, ask
     system = {"role": "system", "content": "Be brief."}
     one, two = {"role": "user", "content": "One"}, {"role": "user", "content": "Two"}
     assert asked == [[one], [one], [system, two], [system, two]]
+
+
+def test_an_answer_that_ends_in_its_thoughts_is_no_part_of_the_conversation(
+    run: Any, asked: list[list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Templates refuse messages without a text."""
+    from forerun.server.thoughts import Thoughts
+
+    monkeypatch.setattr(Thoughts, "feed", lambda self, text: [Prose(text, is_reasoning=True)])
+    said = run("chat", "--max-tokens", "4", stdin="One\nTwo\n").stderr
+    assert said.count("ended before anything was said") == 2
+    assert [[message["content"] for message in conversation] for conversation in asked] == [["One"], ["Two"]]
 
 
 @pytest.mark.parametrize("command", ["chat", "generate"])
@@ -151,7 +164,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(run: Any, monkeypatch: pytest.
 
     def interrupted(*given: Any) -> None:
         write(*given)
-        raise KeyboardInterrupt
+        if given[0]:  # not what was held back, of which there is none
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(LLM, "stream", watched)
     monkeypatch.setattr(chat, "write", interrupted)

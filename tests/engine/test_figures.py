@@ -77,12 +77,14 @@ def test_an_estimate_does_not_depend_on_who_else_has_the_core() -> None:
 
 
 def test_a_step_is_told_in_wall_time_and_on_the_engines_own_clock() -> None:
-    ticks = iter([10.0, 10.5, 20.0, 20.25])
+    """What was learned from a step, on this clock, too, belongs to the next."""
+    ticks = iter([10.0, 10.5, 10.75, 20.0, 20.5, 21.0])
     timings = Timings(clock=lambda: next(ticks))
-    for own_s in (0.5, 0.25):
+    for own_s in (0.5, 0.75):
         timings.start()
         timings.lap("forward_s")
         seconds = timings.take()
+        timings.end()
         assert seconds.own_s == own_s and 0.0 <= seconds.step_s < own_s
 
 

@@ -171,3 +171,11 @@ def test_what_was_measured_in_a_busy_time_ends_near_what_a_quiet_one_gives(seed:
         assert 0.6 < costs.slowness[True, kind].value / kind < 1.4, (kind, chosen)
         assert 0.6 < calls.by_size[1, kind].value / (0.1 * kind) < 1.4, (kind, chosen)
         assert costs.step_s(kind) / kind < 1.4 and calls.call_s(kind, 1) / (0.1 * kind) < 1.4, "doubt makes none dearer"
+
+
+def test_what_took_no_time_was_not_measured() -> None:
+    """A negative value would grow with every measurement: later ones may be at most four times as high."""
+    mean = Mean(1.0)
+    for seen in (0.0, 2.0, -1.0, 0.0, *[2.0] * 20):
+        mean.learn(seen)
+    assert mean.value == 2.0

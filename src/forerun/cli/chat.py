@@ -15,7 +15,7 @@ import typer
 
 from forerun.cli import options as opt
 from forerun.cli.console import out, print_error, print_note
-from forerun.cli.drafted import DraftedPiece, DraftedText, shown_params, write
+from forerun.cli.drafted import DraftedText, shown_params, write
 from forerun.cli.engine import adapter_of, note_sampling, open_to_answer, stats_line
 from forerun.cli.explain import print_explanation
 from forerun.cli.terminal import Corner, enable_line_editing, read_line
@@ -143,7 +143,7 @@ class ChatSession:
     def _stream(self) -> str | None:
         """Write an answer as it comes; Ctrl-C keeps what is there -> what was said, without thoughts; None: nothing."""
         prompt = self.llm.render_chat(self.messages)
-        text, said = DraftedText(self.llm.tokenizer, prompt, of_chat=True), list[DraftedPiece]()
+        text = DraftedText(self.llm.tokenizer, prompt, of_chat=True)
         params = self.params.with_seed((self.params.seed or 0) + self.num_answers)
         self.num_answers += 1
         output: RequestOutput | None = None
@@ -151,17 +151,18 @@ class ChatSession:
         try:
             with self._corner() as show:
                 for output in steps:
-                    pieces = text.take(output.outputs[0])
-                    said += pieces
-                    write(pieces, out(), self.show_drafts)
+                    write(text.take(output.outputs[0]), out(), self.show_drafts)
                     show(stats_line(output.outputs[0].stats))
         except KeyboardInterrupt:
             steps.close()  # aborts the request
+            write(text.rest(), out(), self.show_drafts)
         out().print()
         if output is None:
             return None
         self._finished(output.outputs[0])
-        return "".join(piece.text for piece in said if not piece.is_thought).removeprefix("\n\n")
+        if not text.said:
+            print_note("the answer ended before anything was said: it and its message are no part of the conversation")
+        return text.said or None
 
     @contextmanager
     def _corner(self) -> Iterator[Callable[[str], None]]:

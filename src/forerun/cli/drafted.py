@@ -50,6 +50,7 @@ class DraftedText:
             self._thoughts = Thoughts(tokenizer, prompt_token_ids)
             tokenizer = tokenizer.with_special_tokens() if needs_special_tokens(tokenizer) else tokenizer
         self._thought_last = False
+        self.said = ""  # so far, without thoughts; of chats alone
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids)
         self._num_tokens = 0
         self._shown = 0  # characters handed out
@@ -75,7 +76,12 @@ class DraftedText:
             if self._thought_last and not is_thought:
                 yield DraftedPiece("\n\n", "")
             self._thought_last = is_thought
+            self.said += "" if is_thought else text
             yield DraftedPiece(text, source, is_thought)
+
+    def rest(self) -> list[DraftedPiece]:
+        """What is held back of an answer that was stopped."""
+        return [] if self._thoughts is None else list(self._told([], True))
 
     def _visible(self, text: str) -> Iterable[DraftedPiece]:
         """Complete pieces within the visible text, whose end may be held back for a stop string."""
@@ -111,7 +117,10 @@ def write(pieces: Sequence[DraftedPiece], console: Console, show_drafts: bool, e
         console.print(render(pieces, not has_colour(console)), end=end, soft_wrap=True)
         return
     for piece in pieces:
-        typer.secho(piece.text, nl=False, dim=True if piece.is_thought and has_colour(console) else None)
+        if piece.is_thought and has_colour(console):
+            typer.secho(piece.text, nl=False, dim=True)
+        else:
+            typer.echo(piece.text, nl=False)
     typer.echo(end, nl=False)
 
 

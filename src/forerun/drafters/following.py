@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import takewhile
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from forerun.core import Request
 from forerun.drafters.base import DrafterContext, Observed
+from forerun.kernels.cores import step_clock
 from forerun.kernels.device import indices_on
 from forerun.models.base import CommittedPath, Model
 from forerun.models.heads.block import BlockHead
@@ -145,9 +145,9 @@ class FeatureFollower(Follower):
         # before the first token: a row at position 0, where one reads that state, is fed zeros
         num_before = max(self._lag - self._first_row, 0)
         self._before = torch.zeros(num_before, head.state_size, device=context.kernels.device)  # [1 or 0, W]
-        self._follows: dict[str, Follow] = {}
-        self._left: set[str] = set()  # requests that are not followed
+        self._follows, self._left = dict[str, Follow](), set[str]()  # and requests that are not followed
         self._thrift = Thrift() if context.options.adaptive else None
+        self._clock = step_clock(context.kernels.device)  # the policy's, on which drafts gain
         self._gained_s = 0.0  # by drafts since the beginning, as their plan said last
 
     def start(self, request: Request) -> int:
@@ -181,7 +181,7 @@ class FeatureFollower(Follower):
 
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor], read: Read) -> None:
         """Keep the states of what became known; compute rows that complete a block, or have become many."""
-        began = perf_counter()
+        began = self._clock()
         if not hidden:
             if self._thrift is not None:
                 self._thrift.learn(self._gained_s, began, 0.0)
@@ -193,7 +193,7 @@ class FeatureFollower(Follower):
         if due:
             read((request, request.num_computed) for request in due)
         if self._thrift is not None:
-            self._thrift.learn(self._gained_s, began, perf_counter() - began)
+            self._thrift.learn(self._gained_s, began, self._clock() - began)
 
     def _add(self, seen: Observed, layers: Sequence[Tensor]) -> bool:
         """Keep a request's states; whether all rows can be computed now."""

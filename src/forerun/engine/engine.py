@@ -166,7 +166,7 @@ class Engine:
         num_span = sum([entry.item.num_span for entry in work])
         self.learn(outcomes, batch.num_rows - num_span, num_span)
         changed = self.finish([outcome.request for outcome in outcomes], [entry.item.request for entry in work])
-        clock.lap("learn_s")
+        clock.end()
         return changed
 
     def _pause(self) -> list[RequestGroup]:

@@ -138,7 +138,7 @@ class SteadySteps:
         requests, changed = self._requests, self._groups
         if has_ended or engine.scheduler.deadlines.any:
             changed = engine.finish(requests, requests)
-        engine.timings.lap("learn_s")
+        engine.timings.end()
         return list(changed)
 
 

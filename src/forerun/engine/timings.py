@@ -27,9 +27,10 @@ class Timings:
     clock: InitVar[Callable[[], float]] = perf_counter  # for `StepSeconds.own_s`; the phases are wall time
     _mark: float = 0.0
     _clock: Callable[[], float] = field(init=False)
-    _began: float = 0.0  # on the clock
-    # totals at the last `take`: drafting, verifying, learning, everything
-    _before: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    _began: float = 0.0  # on the clock, as the next two
+    _taken: float = 0.0
+    _learnt_s: float = 0.0  # since then
+    _before: tuple[float, float, float] = (0.0, 0.0, 0.0)  # totals at the last `take`: drafting, verifying, everything
 
     def __post_init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -56,7 +57,13 @@ class Timings:
         """The time since the last call: one step, and the learning of the step before."""
         verify_s = self.forward_s + self.verify_s
         total_s = self.schedule_s + self.draft_s + self.build_s + verify_s + self.commit_s + self.learn_s
-        draft_before, verify_before, learn_before, total_before = self._before
-        self._before = self.draft_s, verify_s, self.learn_s, total_s
-        own_s = self._clock() - self._began + self.learn_s - learn_before
+        draft_before, verify_before, total_before = self._before
+        self._before = self.draft_s, verify_s, total_s
+        self._taken = self._clock()
+        own_s, self._learnt_s = self._taken - self._began + self._learnt_s, 0.0
         return StepSeconds(self.draft_s - draft_before, verify_s - verify_before, total_s - total_before, own_s)
+
+    def end(self) -> None:
+        """A step is over, and what was to be learned from it since `take`."""
+        self.lap("learn_s")
+        self._learnt_s = self._clock() - self._taken

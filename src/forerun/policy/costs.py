@@ -43,7 +43,9 @@ class Mean:
     num: int = 0
 
     def learn(self, seen: float) -> None:
-        """One more measurement."""
+        """One more measurement; what took no time at all was not measured."""
+        if seen <= 0.0:
+            return
         if self.num == 0:
             self.value = seen
         elif self.num < SETTLING or seen * MAX_JUMP < self.value:

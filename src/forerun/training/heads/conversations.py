@@ -83,7 +83,8 @@ def answer_files(model: str, files: Sequence[Path], folder: Path, options: Answe
         about = {**about, "temperatures": list(options.temperatures), "vocabulary": vocabulary_of(tokenizer)}
         write_answers(paths[-1], prompts, [talk.temperature for talk in talks], about, writer, report)
         answers = [line["answer"] for line in read_lines(paths[-1], about)]
-        talks = [heard(talk, answer, tokenizer) for talk, answer in zip(talks, answers, strict=True) if talk.to_say[1:]]
+        after = [heard(talk, answer, tokenizer) for talk, answer in zip(talks, answers, strict=True) if talk.to_say[1:]]
+        talks = [talk for talk in after if talk.messages[-1]["content"]]  # a thought that was cut off is no answer
     return paths
 
 
