@@ -176,7 +176,7 @@ class Frontend(ABC):
         if len(token_ids) >= self.max_model_len:
             raise PromptError(
                 f"the prompt has {len(token_ids)} tokens, but the context holds {self.max_model_len} with at least one "
-                "new token: shorten the prompt, or raise max_model_len as far as the model allows"
+                "new token: shorten the prompt, or raise max_model_len (--max-model-len) as far as the model allows"
             )
         strange = next((t for t in token_ids if not isinstance(t, int) or not 0 <= t < vocab_size), None)
         if strange is not None:

@@ -123,7 +123,8 @@ def test_a_turn_that_cannot_be_answered_again_stays(
         yield from stream(self, *given)
 
     monkeypatch.setattr(LLM, "stream", troubled)
-    run("chat", "--max-tokens", "4", stdin="One\n/again\nTwo\n")
+    status = 2 if isinstance(trouble, ForerunError) else 0
+    run("chat", "--max-tokens", "4", stdin="One\n/again\nTwo\n", status=status)
     first, again, second = asked
     assert first == again == second[:1] and [message["role"] for message in second] == ["user", "assistant", "user"]
 
@@ -191,7 +192,8 @@ def test_an_answer_sees_the_conversation(run: Any, asked: list[list[dict[str, st
 
 
 def test_chat_says_when_the_context_is_full(run: Any) -> None:
-    result = run("chat", "--max-model-len", "64", "--max-tokens", "8", stdin=f"{'word ' * 200}\nHello\n")
+    long = f"{'word ' * 200}\nHello\n"
+    result = run("chat", "--max-model-len", "64", "--max-tokens", "8", stdin=long, status=2)
     assert "/reset" in result.stderr and "the prompt has" in result.stderr and result.stderr.count("tokens/s") == 1
 
 

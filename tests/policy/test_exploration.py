@@ -66,3 +66,20 @@ def test_any_trial_is_covered_some_day() -> None:
     account = Exploration()
     rest(account, round(MOST / SHARE))
     assert account.covers(math.inf)
+
+
+def test_a_debt_is_time() -> None:
+    """Thirty requests lost half a step of theirs; one alone would have waited 1,500 tokens for that."""
+    account = Exploration()
+    account.meet(3000.0)  # 30 tokens in 10 ms
+    account.book(30.0 + FIRST + 15.0, 0.0, 30, True)
+    many = account.balance
+    assert not account.may_draft
+    account.meet(250.0)  # one in 4 ms
+    assert account.balance == pytest.approx(many / 12)
+    account.meet(3000.0)
+    assert account.balance == pytest.approx(many)
+    saved = Exploration()
+    saved.meet(3000.0)
+    saved.meet(250.0)
+    assert saved.balance == FIRST, "what is saved up are tokens"

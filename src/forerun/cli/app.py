@@ -54,6 +54,8 @@ ELSEWHERE = {  # options of vLLM and llama.cpp, where no name here is like their
     "--swap-space": "use --kv-host-gib",
     "--quantization": "leave it out; the checkpoint says it",
     "--trust-remote-code": "code of a checkpoint is never run",
+    "-c": "llama.cpp's is --max-model-len here", "-n": "llama.cpp's -n is --max-tokens here, -ngl --device cuda",
+    "-p": "the prompt is an argument: forerun generate MODEL PROMPT",
     "--n-predict": "use --max-tokens", "--ctx-size": "use --max-model-len", "--n-gpu-layers": "use --device cuda",
 }  # fmt: skip
 

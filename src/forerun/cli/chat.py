@@ -21,7 +21,7 @@ from forerun.cli.explain import print_explanation
 from forerun.cli.terminal import Corner, enable_line_editing, read_line
 from forerun.config import cache_folder
 from forerun.core import CompletionOutput, RequestOutput, SamplingParams
-from forerun.errors import ConfigError, ForerunError
+from forerun.errors import ConfigError, DataError, ForerunError
 
 if TYPE_CHECKING:
     from forerun.llm import LLM
@@ -67,6 +67,8 @@ def chat(
     params = shown_params(llm.tokenizer, sampling.params(llm.loaded.sampling))
     session = ChatSession(llm, params, talk, talk.system, talk.show_drafts)
     session.run()
+    if session.num_failed and not sys.stdin.isatty():  # somebody at a terminal has seen it
+        raise typer.Exit(2)
 
 
 @dataclass(slots=True)
@@ -80,6 +82,7 @@ class ChatSession:
     show_drafts: bool
     messages: list[dict[str, str]] = field(default_factory=list)
     num_answers: int = 0
+    num_failed: int = 0  # messages that could not be answered
 
     def run(self) -> None:
         """Read lines until the user ends the conversation."""
@@ -131,6 +134,7 @@ class ChatSession:
         try:
             answer = self._stream()
         except ForerunError as error:
+            self.num_failed += 1
             dropped = " and the system message with /system" if self.system else ""
             print_error(f"{error} (or forget the conversation with /reset{dropped})")
             answer = None
@@ -197,6 +201,11 @@ def _next_line() -> str | None:
     """The next line; None at the end. Ctrl-C at the prompt begins a new line."""
     while True:
         try:
-            return read_line(PROMPT)
+            line = read_line(PROMPT)
+            if line is not None:
+                line.encode("utf-8")  # fails where bytes were kept that are no text
+            return line
+        except UnicodeError as error:
+            raise DataError("the message is not UTF-8 text") from error
         except KeyboardInterrupt:
             print_note("\nCtrl-D or /exit ends the conversation")

@@ -9,7 +9,8 @@ nothing is drafted but what a user predicts, whose losses do not count then: oth
 is not expected to pay is tried when the balance covers its price: gains pay for trials.
 
 It counts tokens, so that at any load it starts with as many observations: chance alone takes drafting that gains 0.15
-tokens a step, more or less 1, below 0 from 4 tokens in 30 % of all cases, from 8 in 9 % (gambler's ruin).
+tokens a step, more or less 1, below 0 from 4 tokens in 30 % of all cases, from 8 in 9 % (gambler's ruin). A debt is
+time, though: 15 tokens are half a step of 30 requests, and when one of them is left it is not to wait 1,500 tokens.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Exploration:
     """An account in tokens, told of every step."""
 
     balance: float = FIRST
+    _speed: float = 0.0  # tokens a second of plain decoding, at the load of the last step
     _owed: float = 0.0  # for reading
     _plain_every: int = PLAIN_AFTER
     _until_plain: int = PLAIN_AFTER  # steps that draft
@@ -54,6 +56,12 @@ class Exploration:
     def covers(self, price: float) -> bool:
         """Whether a trial of this price may begin: half of all that can be saved up covers any."""
         return self.balance >= min(price, MOST / 2)
+
+    def meet(self, speed: float) -> None:
+        """The next step's load, at which plain decoding gives so many tokens a second: a debt stays as many seconds."""
+        if self.balance < 0.0 and self._speed > 0.0:
+            self.balance *= speed / self._speed
+        self._speed = speed
 
     def rest(self, num_tokens: int) -> None:
         """A plain step gave what plain ones give."""

@@ -165,19 +165,19 @@ class AdaptivePolicy:
 
     def learn(self, result: StepResult) -> None:
         """Costs, chances, and whether it paid."""
-        num_tokens = sum([len(outcome.tokens) for outcome in result.outcomes])
-        if num_tokens == 0 or self._rests_through(result):
+        if (num_tokens := sum([len(outcome.tokens) for outcome in result.outcomes])) == 0:
             return
         num, plain_s = len(result.outcomes), self.plain_step_s(len(result.outcomes))
+        self.exploration.meet(plain_speed := num / plain_s)
+        if self._rests_through(result):
+            return
         rest_s, calls_s = self._learn_step(result)
         reading_s = sum(map(self._learn_call, result.calls, calls_s)) if calls_s else 0.0
         spent_s = rest_s + sum(calls_s) - reading_s
         self.speedup.add(max(spent_s / plain_s, 1.0), num_tokens / num, MEMORY)  # no step is quicker than a plain one
-        if result.calls:
-            gained_s = num_tokens / num * self.costs.plain_s(num) - spent_s - reading_s
-            for member in {call.member for call in result.calls}:
-                self._gained_s[member] += gained_s
-        plain_speed, only_measured = num / plain_s, self.exploration.wants_plain and not result.calls
+        for member in {call.member for call in result.calls}:
+            self._gained_s[member] += num_tokens / num * self.costs.plain_s(num) - spent_s - reading_s
+        only_measured = self.exploration.wants_plain and not result.calls
         self.exploration.book(spent_s * plain_speed, reading_s * plain_speed, num_tokens, bool(result.calls))
         self._num_plain = 0 if result.calls else self._num_plain + 1
         for request, draft, tokens in result.outcomes:

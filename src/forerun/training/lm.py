@@ -41,7 +41,8 @@ def train_lm(recipe: Recipe, folder: Path, fresh: bool, console: Console) -> boo
     check_networks(recipe)
     prepared = prepare(recipe, folder, console.say, fresh)
     trainer = make_trainer(recipe, prepared, folder, console)
-    console.say("going on from a checkpoint" if trainer.resume() else "starting anew")
+    begun, schedule = "going on from a checkpoint" if trainer.resume() else "starting anew", recipe.schedule
+    console.say(f"{begun}: {schedule.steps} steps of {schedule.tokens_per_step} tokens, the first is slow")
     with console.watching(recipe.schedule.steps, trainer.step):
         finished = trainer.run(console)
     write_results(trainer, prepared, folder, console.say)

@@ -46,7 +46,8 @@ def train_head(recipe: HeadRecipe, job: HeadJob, console: HeadConsole) -> bool:
     start = [Path(recipe.start_from)] if recipe.start_from else []
     open_run(job.folder, job.fresh, [*job.data, *start])
     trainer = make_trainer(recipe, job, console)
-    console.say("going on from a checkpoint" if trainer.resume() else "starting anew")
+    begun, schedule = "going on from a checkpoint" if trainer.resume() else "starting anew", recipe.schedule
+    console.say(f"{begun}: {schedule.steps} steps of {schedule.tokens_per_step} tokens, the first is slow")
     with console.watching(recipe.schedule.steps, trainer.step):
         finished = trainer.run(console)
     write_results(trainer, resolve_model(job.target), console.say)
