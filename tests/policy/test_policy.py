@@ -139,7 +139,7 @@ def test_drafts_are_made_again_after_a_busy_time() -> None:
 def test_plain_steps_grow_rare_while_drafts_pay() -> None:
     made, one = policy(), request()
     plain = [number for number in range(500) if step(made, [one], 15)[1] == 0]
-    assert 6 <= len(plain) <= 8 and plain[-1] - plain[-2] == 129
+    assert 11 <= len(plain) <= 13 and plain[-1] - plain[-2] == 129, "six of them in a row, the first time"
 
 
 def test_a_member_that_has_become_good_is_found_again() -> None:
@@ -174,8 +174,8 @@ def test_gains_over_plain_steps_are_by_their_number_of_rows() -> None:
     made = policy()
     made.costs.learn_step(1, False, FLAT(1))
     made.costs.learn_plain(1, 0.5 * FLAT(1))
-    assert made.costs.plain_s(1) < 0.9 * FLAT(1)
-    assert made.costs.plain_s(64) == made.costs.step_s(64, False)
+    assert (made.costs.plain_s(1) or 9.0) < 0.9 * FLAT(1)
+    assert made.costs.plain_s(3) == pytest.approx(0.5 * FLAT(3)) and made.costs.plain_s(64) is None
 
 
 def test_planning_changes_nothing() -> None:
@@ -318,11 +318,11 @@ def test_drafts_gain_over_plain_decoding_whose_steps_no_drafts_slow() -> None:
         learn_call(made, False, 0.1)
         for _ in range(WARM_AFTER):
             plain_step(made, one, 3.0)
-    assert made.costs.plain_s(1) == made.plain_step_s(1) > 2.0, "nothing better is known"
+    assert made.plain_s(1) is None, "what plain decoding takes is not known yet"
     plain_step(made, one, 1.2)
     learn_call(made, False, 0.1)
     plain_step(made, one, 3.0)
-    assert made.costs.plain_s(1) == pytest.approx(1.2) and made.plain_step_s(1) > 1.5
+    assert made.plain_s(1) == pytest.approx(1.2) and made.plain_step_s(1) > 1.5
 
 
 def test_time_in_which_others_had_the_core_is_no_cost() -> None:

@@ -180,7 +180,7 @@ class Engine:
         """Tell the policy and the requests' records what the step did and how long it took."""
         result = StepResult(outcomes, self.drafter.take_calls(), num_rows, num_span, self.timings.take())
         self.policy.learn(result)
-        share_time(result, self.records, self.policy.plain_step_s(len(outcomes)))
+        share_time(result, self.records, self.policy.plain_s(len(outcomes)))
 
     def runner_for(self, requests: Sequence[Request]) -> Runner:
         """Who executes the next pass over rows of these requests."""

@@ -56,6 +56,7 @@ class SampleRecord:
     num_steps: int = 0
     num_first: int = 0  # tokens of the first step
     num_last: int = 0  # of the last one
+    num_untimed: int = 0  # of steps whose tokens `plain_s` does not count yet
     sources: list[str] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)  # of the tokens chosen here
     num_elsewhere: int = 0  # leading tokens that another engine chose
@@ -146,13 +147,15 @@ class SampleRecord:
         """Add the request's share of a step's drafting time."""
         self.figures.draft_s += draft_s
 
-    def decoded(self, verify_s: float, step_s: float, plain_step_s: float | None) -> None:
-        """Add a step without prefill; `verify_s`: its share of the pass, `plain_step_s`: what a plain step takes."""
+    def decoded(self, verify_s: float, step_s: float, plain_s: float | None) -> None:
+        """Add a step without prefill; `verify_s`: its share of the pass, `plain_s`: what a plain step takes."""
         figures = self.figures
         figures.verify_s += verify_s
         figures.step_s += step_s
-        if plain_step_s is not None:
-            figures.plain_s = (figures.plain_s or 0.0) + self.num_last * plain_step_s
+        self.num_untimed += self.num_last
+        if plain_s is not None:  # earlier steps, too: it may have been measured in the middle of an answer
+            figures.plain_s = (figures.plain_s or 0.0) + self.num_untimed * plain_s
+            self.num_untimed = 0
 
     def ended(self, explain: Callable[[Request], str | None]) -> None:
         """The request is over; `explain` returns why it would have no drafts now, or None."""
@@ -182,22 +185,22 @@ class SampleRecord:
         )
 
 
-def share_time(result: StepResult, records: Mapping[str, SampleRecord], plain_step_s: float | None) -> None:
+def share_time(result: StepResult, records: Mapping[str, SampleRecord], plain_s: float | None) -> None:
     """Give every request that chose tokens its share of a step's time.
 
-    Without drafts the step would take `plain_step_s` on its own clock: so much longer as it took itself, where others
+    Without drafts the step would take `plain_s` on its own clock: so much longer as it took itself, where others
     had the engine's core.
     """
     seconds = result.seconds
-    if plain_step_s is not None and seconds.own_s > 0.0:
-        plain_step_s *= seconds.step_s / seconds.own_s
+    if plain_s is not None and seconds.own_s > 0.0:
+        plain_s *= seconds.step_s / seconds.own_s
     num, num_asked = len(result.outcomes), sum([outcome.draft.max_nodes > 1 for outcome in result.outcomes])
     for outcome in result.outcomes:
         record = records[outcome.request.request_id]
         if outcome.draft.max_nodes > 1:
             record.drafted_for(seconds.draft_s / num_asked)
         if result.num_span == 0:
-            record.decoded(seconds.verify_s / num, seconds.step_s, plain_step_s)
+            record.decoded(seconds.verify_s / num, seconds.step_s, plain_s)
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ RISE, FALL = 0.1, 0.3
 # and without `Pace`. RECENT hardly changes these: docs/log.md has what it prevents.
 CLEAR: Final = 0.8
 RECENT: Final = 96
+ALIKE: Final = 4  # times as many requests whose plain steps are slower than their passes by about as much
 LONG_LAG: Final = 32  # missed tokens from which a call measures reading rather than drafting: 32 cost mini-draft 1 ms
 
 
@@ -323,11 +324,13 @@ class Costs:
         """A step around a pass over so many rows, calls of drafters apart."""
         return (self._most_like.get((drafts, num_rows)) or self._find_most_like(drafts, num_rows))()
 
-    def plain_s(self, num_requests: int) -> float:
-        """A step of plain decoding: without drafts, and with none just before."""
-        usual_s = self.step_s(num_requests, False)
-        plain = self.plain.get(self.passes.nearest(num_requests))
-        return usual_s if plain is None else min(usual_s, plain.value * self.passes(num_requests))
+    def plain_s(self, num_requests: int) -> float | None:
+        """A step of plain decoding: without drafts, and with none just before; None until some were measured, of about
+        so many requests."""
+        like = min(self.plain, key=lambda rows: abs(math.log(rows / num_requests)), default=0)
+        if not num_requests / ALIKE <= like <= ALIKE * num_requests:
+            return None
+        return min(self.step_s(num_requests, False), self.plain[like].value * self.passes(num_requests))
 
     def _find_most_like(self, drafts: bool, num_rows: int) -> _Estimate:
         """At the nearest number of rows known; of plain steps where none with drafts is known, and likewise."""

@@ -31,6 +31,9 @@ SPREAD: Final = 32
 # Steps that draft between two plain ones: at first, and, doubled each time, at most. Without plain steps one that is
 # believed to take 28 ms where 0.7 are usual (the machine was busy) let drafts of mini lose for ever.
 PLAIN_AFTER, PLAIN_EVERY = 4, 128
+# The first time, and each eighth that PLAIN_EVERY steps have drafted, plain steps follow until one is as quick as in
+# plain decoding, with which estimated speed-ups are told: six, or so many at most where prompts keep them slow.
+WARM_EVERY, MOST_PLAIN = 8, 16
 
 
 @dataclass(slots=True)
@@ -42,10 +45,12 @@ class Exploration:
     _owed: float = 0.0  # for reading
     _plain_every: int = PLAIN_AFTER
     _until_plain: int = PLAIN_AFTER  # steps that draft
+    _num_plain: int = 0  # steps of the current run
+    _num_runs: int = 0  # that need not have ended with a quick one
 
     @property
     def wants_plain(self) -> bool:
-        """Whether it is time for a plain step: what gains are compared with is measured again."""
+        """Whether it is time for plain steps: what gains are compared with is measured again."""
         return self._until_plain <= 0
 
     @property
@@ -67,12 +72,18 @@ class Exploration:
         """A plain step gave what plain ones give."""
         self.balance = min(self.balance + SHARE * num_tokens, MOST)
 
-    def book(self, spent: float, reading: float, num_tokens: int, drafted: bool) -> None:
-        """A step gave `num_tokens`; plain ones would have given `spent` in its time, `reading` in that of reading."""
+    def book(self, spent: float, reading: float, num_tokens: int, drafted: bool, is_warm: bool = True) -> None:
+        """A step gave `num_tokens`; plain ones would have given `spent` in its time, `reading` in that of reading.
+
+        is_warm: a plain step was as quick as in plain decoding.
+        """
         if drafted:
             self._until_plain -= 1
         elif self.wants_plain:
-            self._plain_every = self._until_plain = min(2 * self._plain_every, PLAIN_EVERY)
+            self._num_plain += 1
+            if is_warm or self._num_runs % WARM_EVERY or self._num_plain >= MOST_PLAIN:
+                self._plain_every = self._until_plain = min(2 * self._plain_every, PLAIN_EVERY)
+                self._num_plain, self._num_runs = 0, self._num_runs + 1
         was_in_debt = not self.may_draft
         self._owed += 0.0 if was_in_debt else reading
         paid = self._owed / SPREAD

@@ -36,7 +36,7 @@ class FixedPolicy(Unlimited):
     def learn(self, result: StepResult) -> None:
         """Nothing."""
 
-    def plain_step_s(self, num_requests: int) -> None:
+    def plain_s(self, num_requests: int) -> None:
         """Not known."""
 
     def explain(self, request: Request) -> str | None:

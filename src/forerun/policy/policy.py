@@ -34,9 +34,9 @@ from forerun.speculation.draft import Draft, DraftPlan, Proposal, pending_of
 
 # The first step of a trial is slow, drafts being out of the caches and behind. Four steps: batches 0.96, two: 0.99.
 TRIAL_STEPS, TRIAL_DRAFTS = 2, 3
-# Plain steps after drafts from which on they are as quick as in plain decoding: until then the target's weights are not
-# back in the caches (`mini`: 1100 to 2000 us, then 890 to 1450, 820 to 1140; 641 in plain decoding).
-WARM_AFTER: Final = 2
+# Plain steps after drafts or a prompt from which on they are as quick as in plain decoding, the target's weights being
+# back in the caches (`mini` on an EPYC: 1520, 1350, 910, 820, 750, 780 us after a prompt; 670 later).
+WARM_AFTER: Final = 5
 USUAL_OUTPUT: Final = 128.0  # tokens an answer is expected to have until some were seen: soon forgotten
 
 
@@ -90,8 +90,8 @@ class Policy(Protocol):
     def learn(self, result: StepResult) -> None:
         """A step is over."""
 
-    def plain_step_s(self, num_requests: int) -> float | None:
-        """Seconds a step without drafts would take with so many requests; None where costs were not measured."""
+    def plain_s(self, num_requests: int) -> float | None:
+        """Seconds a step of plain decoding takes with so many requests; None where that was not measured."""
 
     def explain(self, request: Request) -> str | None:
         """Why this request would have no drafts now; None if it would."""
@@ -114,7 +114,7 @@ class AdaptivePolicy:
     readers: frozenset[str] = frozenset()  # members that read a request's prediction
     trial: str | None = None  # the member that is tried
     _gained_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by member that was asked
-    _num_plain: int = WARM_AFTER  # steps since drafts were asked for
+    _num_plain: int = 0  # steps since drafts were asked for, or a prompt was read
     _trial_left: int = 0  # steps
     _num_trials: Counter[str] = field(default_factory=Counter)  # by member
     _until_trial: int = 0  # steps until one is considered while others draft
@@ -135,8 +135,12 @@ class AdaptivePolicy:
         return AdaptivePlan(self, 1, True).wanted(member, [draft])[0] > 0
 
     def plain_step_s(self, num_requests: int) -> float:
-        """A step without drafts."""
+        """A step without drafts, be it between such with drafts."""
         return self.costs.step_s(num_requests, False)
+
+    def plain_s(self, num_requests: int) -> float | None:
+        """See `Policy`."""
+        return self.costs.plain_s(num_requests)
 
     def num_left(self, request: Request) -> float:
         """Tokens the answer is expected to have still."""
@@ -176,10 +180,10 @@ class AdaptivePolicy:
         spent_s = rest_s + sum(calls_s) - reading_s
         self.speedup.add(max(spent_s / plain_s, 1.0), num_tokens / num, MEMORY)  # no step is quicker than a plain one
         for member in {call.member for call in result.calls}:
-            self._gained_s[member] += num_tokens / num * self.costs.plain_s(num) - spent_s - reading_s
-        only_measured = self.exploration.wants_plain and not result.calls
-        self.exploration.book(spent_s * plain_speed, reading_s * plain_speed, num_tokens, bool(result.calls))
-        self._num_plain = 0 if result.calls else self._num_plain + 1
+            self._gained_s[member] += num_tokens / num * (self.costs.plain_s(num) or plain_s) - spent_s - reading_s
+        only_measured, is_warm = self.exploration.wants_plain and not result.calls, self._num_plain >= WARM_AFTER
+        self.exploration.book(spent_s * plain_speed, reading_s * plain_speed, num_tokens, bool(result.calls), is_warm)
+        self._num_plain = 0 if result.calls or result.num_span else self._num_plain + 1
         for request, draft, tokens in result.outcomes:
             for proposal in draft.proposals if tokens else ():
                 self._learned(request).learn(request, proposal, tokens)
