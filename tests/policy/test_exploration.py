@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from forerun.policy.exploration import FIRST, MOST, SHARE, Exploration
+from forerun.policy.exploration import FIRST, LEFT, MOST, SHARE, Exploration
 
 
 def lose(account: Exploration, num_steps: int, spent: float = 2.0) -> tuple[float, int]:
@@ -75,10 +75,14 @@ def test_a_debt_is_time() -> None:
     account.book(30.0 + FIRST + 15.0, 0.0, 30, True)
     many = account.balance
     assert not account.may_draft
-    account.meet(250.0)  # one in 4 ms
-    assert account.balance == pytest.approx(many / 12)
+    account.meet(1600.0)
+    assert account.balance == pytest.approx(many * 1600 / 3000)
     account.meet(3000.0)
     assert account.balance == pytest.approx(many)
+    account.meet(1500.0)
+    assert account.balance == -LEFT, "and few do not pay all that many lost"
+    account.meet(250.0)  # one in 4 ms
+    assert account.balance == pytest.approx(-LEFT / 6)
     saved = Exploration()
     saved.meet(3000.0)
     saved.meet(250.0)

@@ -152,6 +152,7 @@ def test_a_prompt_beyond_the_context(llm: LLM, client: TestClient, complete: Pos
 def test_unknown_models_and_paths(client: TestClient) -> None:
     check(client.post("/v1/completions", json={"prompt": "a", "model": "gpt-9"}), 404, param="model", says="gpt-9")
     check(client.get("/v1/nothing"), 404)
+    check(client.post("/chat/completions", json={}), 404, says="asks for /v1/chat/completions")
     check(client.get("/v1/completions"), 405)
 
 

@@ -81,7 +81,11 @@ class Gate:
         if path != HEALTH:  # load balancers use addresses, and /health reveals nothing private
             self._check_host(passage.headers.get("host", ""))
         if path is None:
-            raise ApiError(404, f"there is no {passage.scope['path'][:200]} here; see /docs", code="not_found")
+            asked = passage.scope["path"][:200]
+            meant = f"; a client's base_url ends with /v1, so that it asks for /v1{asked}" * (
+                "/v1" + asked in self._paths
+            )
+            raise ApiError(404, f"there is no {asked} here{meant}; see /docs", code="not_found")
         if path not in OPEN_PATHS:
             TENANT.set(self._check_key(passage.headers.get("authorization"), passage.headers.get("x-api-key")))
         passage.check_length()
