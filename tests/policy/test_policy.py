@@ -176,6 +176,7 @@ def test_gains_over_plain_steps_are_by_their_number_of_rows() -> None:
     made.costs.learn_plain(1, 0.5 * FLAT(1))
     assert (made.costs.plain_s(1) or 9.0) < 0.9 * FLAT(1)
     assert made.costs.plain_s(3) == pytest.approx(0.5 * FLAT(3)) and made.costs.plain_s(64) is None
+    assert made.plain_s(0) is None and policy().plain_s(0) is None, "a step that only reads prompts"
 
 
 def test_planning_changes_nothing() -> None:

@@ -327,7 +327,9 @@ class Costs:
     def plain_s(self, num_requests: int) -> float | None:
         """A step of plain decoding: without drafts, and with none just before; None until some were measured, of about
         so many requests."""
-        like = min(self.plain, key=lambda rows: abs(math.log(rows / num_requests)), default=0)
+        if not self.plain or num_requests == 0:  # a step may choose no token
+            return None
+        like = min(self.plain, key=lambda rows: abs(math.log(rows / num_requests)))
         if not num_requests / ALIKE <= like <= ALIKE * num_requests:
             return None
         return min(self.step_s(num_requests, False), self.plain[like].value * self.passes(num_requests))
