@@ -357,6 +357,7 @@ def test_stop_keeps_what_is_there(page: Any, address: str) -> None:
     page.locator("#prompt").fill(ENDLESS)
     page.locator("#prompt").press("Enter")
     playwright.expect(page.locator("#live")).to_contain_text("tokens", timeout=PATIENCE_MS)
+    playwright.expect(page.locator("#messages .md").last).not_to_be_empty(timeout=PATIENCE_MS)
     page.keyboard.press("Escape")
     settle(page)
     assert "stopped" in page.locator(".note").text_content() and page.locator("#error").is_hidden()
@@ -367,7 +368,7 @@ def test_a_refused_question_comes_back(page: Any, address: str) -> None:
     open_page(page, address)
     choose(page, top_p="0")
     ask(page, "Hello")
-    assert "top_p" in page.locator("#error").text_content()
+    playwright.expect(page.locator("#error")).to_contain_text("top_p", timeout=PATIENCE_MS)
     assert page.locator("#prompt").input_value() == "Hello" and page.locator("#messages > li").count() == 0
 
 
