@@ -90,6 +90,7 @@ def choose(page: Any, **settings: str) -> None:
     for name, value in settings.items():
         page.locator(f"#{name}").fill(value)
     page.locator("#done").click()
+    page.evaluate("new Promise(done => setTimeout(done, 50))")  # a dialog tells a little later that it was closed
 
 
 def serve_trace(page: Any, *events: dict[str, Any]) -> list[dict[str, Any]]:
