@@ -36,9 +36,10 @@ from forerun.bench.prompts import read_prompts, spread
 from forerun.core import Request
 from forerun.drafters.base import Stateless
 from forerun.drafters.portfolio import Member, Portfolio
+from forerun.policy.base import Outcome, Policy, StepResult, StepSeconds
 from forerun.policy.costs import CallCosts, Costs, PassCosts
 from forerun.policy.fixed import FixedPolicy
-from forerun.policy.policy import AdaptivePolicy, Outcome, Policy, StepResult, StepSeconds
+from forerun.policy.policy import AdaptivePolicy
 from forerun.speculation.draft import Draft
 
 TRACES, COSTS = (Path(__file__).parent / "traces" / name for name in ("mini.json.xz", "costs.json"))

@@ -7,7 +7,7 @@
 namespace forerun {
 
 // Seconds on a clock that stands still in such times; the time that passes for all, where the system tells nothing.
-// Comparable within one thread, where it never goes back. Takes 0.9 us.
+// Comparable within one thread, where it never goes back. Takes 1.4 us.
 double own_time();
 
 // The time that the calling thread has had a core; 0 where the system does not tell.

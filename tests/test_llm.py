@@ -84,9 +84,10 @@ def test_prompts_in_vllms_forms() -> None:
     text, ids = "The fox", llm.tokenizer.encode("The fox")
     given: list[Any] = [{"prompt": text}, {"prompt_token_ids": ids}, text]
     assert len({output.outputs[0].token_ids for output in llm.generate(given, params(temperature=0.0))}) == 1
+    wrong: Any
     for wrong in ({"text": text}, {"prompt": text, "prompt_token_ids": ids}):
         with pytest.raises(PromptError, match="a prompt is text or a list of token ids, not dict"):
-            llm.generate(wrong)  # type: ignore[arg-type]
+            llm.generate(wrong)
     with pytest.raises(PromptError, match="not of 'Hello'"):
         llm.chat("Hello")
 

@@ -36,9 +36,10 @@ from forerun.kernels.threads import torch_beside
 from forerun.learned import Kept, KeptLessons
 from forerun.models.base import LayerSpec, Model, passes_of, state_specs_of, with_own_state, with_states
 from forerun.models.memory import SHARE_OF_HOST, check_memory, memory_of
+from forerun.policy.base import Policy
 from forerun.policy.costs import CallCosts, Costs, PassCosts, rows_to_measure
 from forerun.policy.fixed import FixedPolicy
-from forerun.policy.policy import AdaptivePolicy, Policy
+from forerun.policy.policy import AdaptivePolicy
 from forerun.runtime.bind import bind
 from forerun.runtime.parallel.leader import RankedModel
 from forerun.runtime.runner import Runner

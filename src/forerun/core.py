@@ -17,7 +17,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_LOGPROBS = 100
 MAX_SEED = 2**64 - 1
 MIN_TEMPERATURE = 1e-30  # below it logits divided by it leave the range of float32
-LEAST_JUDGED: Final = 16  # tokens from which a speed-up is told: of 3 it was said to be 0.28x to 2.25x
+LEAST_JUDGED: Final = 16  # tokens from which a speed-up is told: answers of 3 had 0.28x to 2.25x
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ import pytest
 from forerun.core import DepthCount, DrafterCount, RequestStats, SamplingParams
 from forerun.engine.outputs import share_time
 from forerun.engine.timings import Timings
-from forerun.policy.policy import Outcome, StepResult, StepSeconds
+from forerun.policy.base import Outcome, StepResult, StepSeconds
+from forerun.policy.policy import AdaptivePolicy
 from forerun.speculation.draft import Draft
 from tests.support import harness
 
@@ -30,7 +31,8 @@ def test_a_requests_figures_add_up(drafter: str) -> None:
         group.samples[0].trace = []
     engine = harness.engine(drafter)
     if drafter == "portfolio":
-        engine.policy.costs.learn_plain(1, 1.0)  # type: ignore[attr-defined]
+        assert isinstance(engine.policy, AdaptivePolicy)
+        engine.policy.costs.learn_plain(1, 1.0)
     harness.run(engine, groups)
     for stats, group in ((group.output().outputs[0].stats, group) for group in groups):
         steps = group.samples[0].take_trace()

@@ -21,7 +21,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
 from forerun.engine.steady import SteadySteps
 from forerun.errors import LogitsError
-from forerun.policy.policy import StepResult
+from forerun.policy.base import StepResult
 from forerun.weights.resolve import resolve_model
 from tests.support import mini
 from tests.support.adapters import write_adapter

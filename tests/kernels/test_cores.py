@@ -164,10 +164,7 @@ def test_a_system_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 COUNTED = Path("/proc/self/schedstat")  # nanoseconds on a core come first: 0 where nobody counts
-tells_delays = pytest.mark.skipif(
-    not COUNTED.exists() or COUNTED.read_text("ascii").startswith("0 "),
-    reason="the system does not tell how long threads waited",
-)
+IS_TOLD = COUNTED.exists() and not COUNTED.read_text("ascii").startswith("0 ")  # else it is wall time
 own_time = step_clock(torch.device("cpu"))
 
 
@@ -193,15 +190,13 @@ def beside_a_busy_process(cpu: int) -> tuple[float, float]:
         busy.stdout.close()
 
 
-@tells_delays
 def test_the_clock_of_steps_stands_still_while_others_have_the_core() -> None:
     cpu = max(os.sched_getaffinity(0))
     with ThreadPoolExecutor(1) as one:
         own_s, wall_s = one.submit(beside_a_busy_process, cpu).result()
-    assert 0.0 < own_s < 0.8 * wall_s
+    assert own_s > 0.0 and (own_s < 0.8 * wall_s) == IS_TOLD
 
 
-@tells_delays
 def test_the_clock_of_steps_after_a_fork() -> None:
     """What was open told of the parent's thread."""
     own_time()
@@ -210,7 +205,7 @@ def test_the_clock_of_steps_after_a_fork() -> None:
         status = 2
         try:
             own_s, wall_s = beside_a_busy_process(cpu)
-            status = 0 if 0.0 < own_s < 0.8 * wall_s else 1
+            status = 0 if own_s > 0.0 and (own_s < 0.8 * wall_s) == IS_TOLD else 1
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -12,9 +12,10 @@ import torch
 from forerun.core import Request, SamplingParams
 from forerun.drafters.base import Asked, DraftCall
 from forerun.policy.acceptance import PROMISED
+from forerun.policy.base import Outcome, StepResult, StepSeconds
 from forerun.policy.costs import CallCosts, Costs, Mean, PassCosts
 from forerun.policy.fixed import FixedPolicy
-from forerun.policy.policy import WARM_AFTER, AdaptivePolicy, Outcome, StepResult, StepSeconds
+from forerun.policy.policy import WARM_AFTER, AdaptivePolicy
 from forerun.speculation.draft import Draft, PendingDrafts
 from forerun.speculation.tree import ROOT
 from tests.support.hopeful import show_right

@@ -58,9 +58,10 @@ def test_thoughts_are_told_from_the_answer(template: str | None, answer: str, th
 
 
 def test_special_marks_are_asked_for() -> None:
-    assert needs_special_tokens(Pieces(GPT_OSS, HARMONY, MARKS))  # type: ignore[arg-type]
-    assert needs_special_tokens(Pieces(MISTRAL, "[THINK][/THINK]", MARKS))  # type: ignore[arg-type]
-    assert not needs_special_tokens(Pieces(THINK, "</think>", MARKS))  # type: ignore[arg-type]
+    harmony: Any = Pieces(GPT_OSS, HARMONY, MARKS)
+    mistral: Any = Pieces(MISTRAL, "[THINK][/THINK]", MARKS)
+    plain: Any = Pieces(THINK, "</think>", MARKS)
+    assert needs_special_tokens(harmony) and needs_special_tokens(mistral) and not needs_special_tokens(plain)
     assert not needs_special_tokens(mini.plain().tokenizer)
 
 

@@ -280,19 +280,16 @@ class Lessons(Generic[Lesson]):
 
     def of(self, request: Request) -> Lesson:
         """What may be used for this request, and taught by it. It may take another's room: once a request."""
-        if request.adapter is None and not request.cache_salt:
-            return self._own
-        key, adapter = _key_of(request), request.adapter
-        if key not in self._apart:
-            for unloaded in [old for old in self._apart if old[0] is not None and old[0]() is None]:
-                self._put_away(unloaded)
-            self._apart[key] = lesson = self._make(True)
-            if not request.cache_salt:
-                self._recall(lesson, _path_of(adapter))
-            if len(self._apart) > NUM_APART:
-                self._put_away(next(iter(self._apart)))
-        self._apart.move_to_end(key)
-        return self._apart[key]
+        if (known := self.find(request)) is not None:
+            return known
+        for unloaded in [old for old in self._apart if old[0] is not None and old[0]() is None]:
+            self._put_away(unloaded)
+        self._apart[_key_of(request)] = lesson = self._make(True)
+        if not request.cache_salt:
+            self._recall(lesson, _path_of(request.adapter))
+        if len(self._apart) > NUM_APART:
+            self._put_away(next(iter(self._apart)))
+        return lesson
 
     def state(self) -> dict[str, Any]:
         """What was learned without a salt, by the adapter's folder; "": without an adapter."""

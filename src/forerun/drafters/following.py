@@ -145,7 +145,8 @@ class FeatureFollower(Follower):
         # before the first token: a row at position 0, where one reads that state, is fed zeros
         num_before = max(self._lag - self._first_row, 0)
         self._before = torch.zeros(num_before, head.state_size, device=context.kernels.device)  # [1 or 0, W]
-        self._follows, self._left = dict[str, Follow](), set[str]()  # and requests that are not followed
+        self._follows: dict[str, Follow] = {}
+        self._left: set[str] = set()  # requests that are not followed
         self._thrift = Thrift() if context.options.adaptive else None
         self._clock = step_clock(context.kernels.device)  # the policy's, on which drafts gain
         self._gained_s = 0.0  # by drafts since the beginning, as their plan said last
@@ -182,18 +183,14 @@ class FeatureFollower(Follower):
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor], read: Read) -> None:
         """Keep the states of what became known; compute rows that complete a block, or have become many."""
         began = self._clock()
-        if not hidden:
-            if self._thrift is not None:
-                self._thrift.learn(self._gained_s, began, 0.0)
-            return
-        layers = [hidden[layer] for layer in self.hidden_layers]
-        followed = [seen for seen in observed if self._add(seen, layers)]
+        layers = [hidden[layer] for layer in self.hidden_layers] if hidden else []
+        followed = [seen for seen in observed if self._add(seen, layers)] if hidden else []
         num_unread = sum([seen.request.num_computed - self.start(seen.request) for seen in followed])
         due = [seen.request for seen in followed if num_unread > MOST_UNREAD or _is_due(seen)]
         if due:
             read((request, request.num_computed) for request in due)
         if self._thrift is not None:
-            self._thrift.learn(self._gained_s, began, self._clock() - began)
+            self._thrift.learn(self._gained_s, began, self._clock() - began if hidden else 0.0)
 
     def _add(self, seen: Observed, layers: Sequence[Tensor]) -> bool:
         """Keep a request's states; whether all rows can be computed now."""

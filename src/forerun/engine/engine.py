@@ -29,7 +29,7 @@ from forerun.kernels.device import synchronize
 from forerun.kernels.ops import LayerKV
 from forerun.models.base import CommittedPath, Model, PassOutput, exchanges
 from forerun.models.batch import ForwardBatch
-from forerun.policy.policy import Outcome, Policy, StepPlan, StepResult
+from forerun.policy.base import Outcome, Policy, StepPlan, StepResult
 from forerun.runtime.runner import Runner
 from forerun.speculation.draft import Draft, pending_of
 from forerun.speculation.verifier import Candidate

@@ -23,7 +23,7 @@ from forerun.core import (
 from forerun.engine.logprobs import position_logprobs
 from forerun.engine.stopping import OutputText
 from forerun.errors import DeadlineError, PromptError
-from forerun.policy.policy import StepResult
+from forerun.policy.base import StepResult
 from forerun.speculation.draft import Draft
 
 

@@ -19,7 +19,7 @@ from forerun.engine.outputs import RequestGroup, SampleRecord
 from forerun.kernels.draws import PlainChain
 from forerun.models.base import CommittedPath
 from forerun.models.decoder import Decoder
-from forerun.policy.policy import Outcome, StepPlan
+from forerun.policy.base import Outcome, StepPlan
 from forerun.runtime.runner import Chosen, chain_stepper
 from forerun.speculation.draft import Draft
 from forerun.speculation.noise import Purpose, stream_id

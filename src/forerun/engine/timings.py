@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from time import perf_counter
 
-from forerun.policy.policy import StepSeconds
+from forerun.policy.base import StepSeconds
 
 
 @dataclass(slots=True)

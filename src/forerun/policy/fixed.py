@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from forerun.core import Request
-from forerun.policy.policy import StepPlan, StepResult
+from forerun.policy.base import StepPlan, StepResult
 from forerun.speculation.draft import Draft, Unlimited
 
 

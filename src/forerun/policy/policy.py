@@ -20,17 +20,18 @@ from collections.abc import Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 from weakref import WeakKeyDictionary
 
 from forerun.core import Request
 from forerun.drafters.base import DraftCall
 from forerun.policy.acceptance import LEAST, MEMORY, PRIOR, PROMISED, Acceptance, Tally, is_promised
+from forerun.policy.base import StepPlan, StepResult
 from forerun.policy.costs import RISE, Costs
 from forerun.policy.exploration import SPREAD, Exploration
 from forerun.policy.planner import Outlook, expected_gains, found_by_depth, plan_call, worth_verifying
 from forerun.policy.reasons import why_plain
-from forerun.speculation.draft import Draft, DraftPlan, Proposal, pending_of
+from forerun.speculation.draft import Draft, Proposal, pending_of
 
 # The first step of a trial is slow, drafts being out of the caches and behind. Four steps: batches 0.96, two: 0.99.
 TRIAL_STEPS, TRIAL_DRAFTS = 2, 3
@@ -38,63 +39,6 @@ TRIAL_STEPS, TRIAL_DRAFTS = 2, 3
 # back in the caches (`mini` on an EPYC: 1520, 1350, 910, 820, 750, 780 us after a prompt; 670 later).
 WARM_AFTER: Final = 5
 USUAL_OUTPUT: Final = 128.0  # tokens an answer is expected to have until some were seen: soon forgotten
-
-
-class Outcome(NamedTuple):
-    """What a step made of a request that chose tokens."""
-
-    request: Request
-    draft: Draft
-    tokens: Sequence[int]  # that followed the root
-
-
-class StepSeconds(NamedTuple):
-    """What a step took."""
-
-    draft_s: float
-    verify_s: float  # the pass, and choosing from it
-    step_s: float  # all of it
-    own_s: float  # all of it, on the clock of the calls: on a CPU it stands still while others have the engine's core
-
-
-class StepResult(NamedTuple):
-    """What a step did and what it took."""
-
-    outcomes: Sequence[Outcome]
-    calls: Sequence[DraftCall]
-    num_rows: int  # of the pass: roots and drafts
-    num_span: int  # and known tokens
-    seconds: StepSeconds
-
-
-class StepPlan(DraftPlan, Protocol):
-    """What a policy wants of one step. Queries only."""
-
-    @property
-    def looks_at_drafts(self) -> bool:
-        """Whether `prune` looks at all drafts, which therefore must have been read."""
-
-    def max_nodes(self, request: Request) -> int:
-        """Tree nodes a request may have, the root included."""
-
-    def prune(self, drafts: Sequence[Draft]) -> None:
-        """Let only those of the drafts' nodes be verified that are worth it."""
-
-
-class Policy(Protocol):
-    """Plans steps and learns from what came of them."""
-
-    def plan(self, requests: Sequence[Request]) -> StepPlan:
-        """For a step in which about these requests choose tokens."""
-
-    def learn(self, result: StepResult) -> None:
-        """A step is over."""
-
-    def plain_s(self, num_requests: int) -> float | None:
-        """Seconds a step of plain decoding takes with so many requests; None where that was not measured."""
-
-    def explain(self, request: Request) -> str | None:
-        """Why this request would have no drafts now; None if it would."""
 
 
 @dataclass(slots=True)

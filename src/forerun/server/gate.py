@@ -82,10 +82,12 @@ class Gate:
             self._check_host(passage.headers.get("host", ""))
         if path is None:
             asked = passage.scope["path"][:200]
-            meant = f"; a client's base_url ends with /v1, so that it asks for /v1{asked}" * (
-                "/v1" + asked in self._paths
+            hint = (
+                f"a client's base_url ends with /v1, so that it asks for /v1{asked}; "
+                if self._known(f"/v1{asked}")
+                else ""
             )
-            raise ApiError(404, f"there is no {asked} here{meant}; see /docs", code="not_found")
+            raise ApiError(404, f"there is no {asked} here; {hint}see /docs", code="not_found")
         if path not in OPEN_PATHS:
             TENANT.set(self._check_key(passage.headers.get("authorization"), passage.headers.get("x-api-key")))
         passage.check_length()

@@ -25,8 +25,9 @@ class Thoughts:
         self._harmony = Harmony(NoCalls(), reads_calls=False) if is_harmony(template) else None
         marks = None if self._harmony is not None else reasoning_style("auto", template)
         prompt = tokenizer.decode(prompt_token_ids[-NUM_OPENING:], skip_special_tokens=False)
-        thinks = marks is not None and may_think(prompt, marks)
-        self._splitter = ReasoningSplitter(marks, starts_inside(prompt, marks)) if marks and thinks else None
+        self._splitter: ReasoningSplitter | None = None
+        if marks is not None and may_think(prompt, marks):
+            self._splitter = ReasoningSplitter(marks, starts_inside(prompt, marks))
 
     def feed(self, text: str) -> list[Prose]:
         """What is certain now; what may be part of a mark is held back."""

@@ -25,7 +25,7 @@ from forerun.training.net import Net, NetConfig
 from forerun.training.plots import NO_PICTURE, draw_history
 from forerun.training.prepare import Prepared, Report, prepare
 from forerun.training.recipe import DistillConfig, Recipe
-from forerun.training.run_folder import open_run
+from forerun.training.run_folder import announced, open_run
 from forerun.training.tokenizer import token_lens_bytes
 from forerun.training.train import Trainer
 
@@ -41,8 +41,7 @@ def train_lm(recipe: Recipe, folder: Path, fresh: bool, console: Console) -> boo
     check_networks(recipe)
     prepared = prepare(recipe, folder, console.say, fresh)
     trainer = make_trainer(recipe, prepared, folder, console)
-    begun, schedule = "going on from a checkpoint" if trainer.resume() else "starting anew", recipe.schedule
-    console.say(f"{begun}: {schedule.steps} steps of {schedule.tokens_per_step} tokens, the first is slow")
+    console.say(announced(trainer.resume(), recipe.schedule.steps, recipe.schedule.tokens_per_step))
     with console.watching(recipe.schedule.steps, trainer.step):
         finished = trainer.run(console)
     write_results(trainer, prepared, folder, console.say)

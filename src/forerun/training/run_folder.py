@@ -51,3 +51,9 @@ def clear(folder: Path) -> None:
             shutil.rmtree(folder / name)
     for name in FILES:
         (folder / name).unlink(missing_ok=True)
+
+
+def announced(is_resumed: bool, num_steps: int, tokens_per_step: int) -> str:
+    """What is said when a training begins."""
+    begun = "going on from a checkpoint" if is_resumed else "starting anew"
+    return f"{begun}: {num_steps} steps of {tokens_per_step} tokens, the first is slow"

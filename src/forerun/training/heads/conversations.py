@@ -21,7 +21,6 @@ from forerun.training.heads.rows import Rows
 from forerun.training.heads.sequences import fingerprint
 from forerun.training.recipe import check_at_least_one
 from forerun.weights.corpus import fingerprint as vocabulary_of
-from forerun.weights.tokenizer import Tokenizer
 
 ENDING = ".answers"
 
@@ -83,7 +82,8 @@ def answer_files(model: str, files: Sequence[Path], folder: Path, options: Answe
         about = {**about, "temperatures": list(options.temperatures), "vocabulary": vocabulary_of(tokenizer)}
         write_answers(paths[-1], prompts, [talk.temperature for talk in talks], about, writer, report)
         answers = [line["answer"] for line in read_lines(paths[-1], about)]
-        after = [heard(talk, answer, tokenizer) for talk, answer in zip(talks, answers, strict=True) if talk.to_say[1:]]
+        rows = zip(talks, prompts, answers, strict=True)
+        after = [heard(talk, said(tokenizer, prompt, answer)) for talk, prompt, answer in rows if talk.to_say[1:]]
         talks = [talk for talk in after if talk.messages[-1]["content"]]  # a thought that was cut off is no answer
     return paths
 
@@ -103,8 +103,7 @@ def spoken(talk: TrainingTalk) -> list[dict[str, str]]:
     return [*talk.messages, {"role": "user", "content": talk.to_say[0]}]
 
 
-def heard(talk: TrainingTalk, answer: Sequence[int], tokenizer: Tokenizer) -> TrainingTalk:
-    """The conversation after an answer, given as token ids: what was thought is no part of it."""
-    prompt = tokenizer.encode_chat(spoken(talk))
-    message = {"role": "assistant", "content": said(tokenizer, prompt, answer)}
+def heard(talk: TrainingTalk, answer: str) -> TrainingTalk:
+    """The conversation after an answer."""
+    message = {"role": "assistant", "content": answer}
     return TrainingTalk((*spoken(talk), message), talk.to_say[1:], talk.temperature)

@@ -31,7 +31,7 @@ from forerun.training.heads.sequences import fingerprint, prepare
 from forerun.training.heads.target import NetTarget, TrainingTarget, is_plain_llama, load_net_target, read_table
 from forerun.training.heads.train import HeadTrainer
 from forerun.training.plots import NO_PICTURE
-from forerun.training.run_folder import open_run
+from forerun.training.run_folder import announced, open_run
 from forerun.weights.resolve import resolve_model
 
 Report = Callable[[str], None]
@@ -46,8 +46,7 @@ def train_head(recipe: HeadRecipe, job: HeadJob, console: HeadConsole) -> bool:
     start = [Path(recipe.start_from)] if recipe.start_from else []
     open_run(job.folder, job.fresh, [*job.data, *start])
     trainer = make_trainer(recipe, job, console)
-    begun, schedule = "going on from a checkpoint" if trainer.resume() else "starting anew", recipe.schedule
-    console.say(f"{begun}: {schedule.steps} steps of {schedule.tokens_per_step} tokens, the first is slow")
+    console.say(announced(trainer.resume(), recipe.schedule.steps, recipe.schedule.tokens_per_step))
     with console.watching(recipe.schedule.steps, trainer.step):
         finished = trainer.run(console)
     write_results(trainer, resolve_model(job.target), console.say)
