@@ -9,6 +9,7 @@ import pytest
 
 from forerun import LLM, DrafterConfig, SamplingParams
 from forerun.core import MIN_TEMPERATURE
+from forerun.drafters.named import default_drafter
 from forerun.errors import CheckpointError, ConfigError, ModelNotFoundError, PromptError, ResourceError, SamplingError
 from forerun.llm import engine_config
 from tests.support import mini
@@ -351,6 +352,15 @@ def test_auto_takes_the_draft_it_is_given_or_finds_in_the_folder(tmp_path: Path)
     assert members(str(tmp_path), "auto") == [*lookups, ("mtp", str(tmp_path / "mtp"))]
     for name in ("eagle", "mtp"):
         assert members("mini", "auto", f"mini-{name}") == [*lookups, (name, f"mini-{name}")]
+
+
+def test_commands_take_a_draft_model_or_what_the_model_offers(tmp_path: Path) -> None:
+    """The commands' default; heads and modules that came with a model draft without being named."""
+    assert default_drafter("mini", None) == "draft" and default_drafter("mini", "mini-eagle") == "eagle"
+    assert default_drafter(str(tmp_path), None) == "auto"
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text("{}")
+    assert default_drafter(str(tmp_path), None) == "draft"
 
 
 def test_a_draft_model_alone_says_who_drafts() -> None:

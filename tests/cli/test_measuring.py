@@ -48,6 +48,16 @@ def prompts(tmp_path: Path) -> str:
     return str(path)
 
 
+def test_off_a_terminal_progress_is_lines(run: Any, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.progress.SECONDS_A_LINE", 0.0)
+    given = ("--drafters", "ngram", "--max-tokens", "2")
+    said = run("bench", "speed", "mini", "--prompts", prompts, *given, "--repeats", "1").stderr
+    assert "prompts: 1 of 3, " in said and "prompts: 3 of 3" not in said
+    said = run("bench", "drafters", "mini", "--suite", prompts, *given, "--repeats", "1").stderr
+    assert "prompts: 1 of " in said
+    assert "conversations: 1 of " in run("verify", "mini", "--prompts", prompts, *given).stderr
+
+
 def test_bench_json(run_json: Any, prompts: str, tmp_path: Path) -> None:
     chart = tmp_path / "speed.svg"
     options = ("--prompts", prompts, "--max-tokens", "8", "--repeats", "1", "--by-category", "--chart", str(chart))

@@ -38,6 +38,15 @@ def test_chat_answers_resets_and_exits(run: Any) -> None:
     assert "no message to answer yet" in result.stderr
 
 
+def test_chat_says_what_one_may_ask_an_embedded_model(run: Any, asked: list[list[dict[str, str]]]) -> None:
+    from forerun.cli.chat import EXAMPLES
+    from forerun.weights.resolve import EMBEDDED
+
+    assert EXAMPLES.keys() <= EMBEDDED.keys()
+    assert f"Try {EXAMPLES['mini']}" in " ".join(run("chat", "mini", stdin="").stderr.split())
+    assert "Try" not in run("chat", "mini-draft", stdin="").stderr
+
+
 def test_chat_explains_its_commands(run: Any) -> None:
     from forerun.cli.chat import COMMANDS
 

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.cli import options as opt
-from forerun.cli.console import err, out, print_json
+from forerun.cli.console import out, print_json, progress
 from forerun.cli.engine import engine_options, needing, open_llm
 from forerun.cli.groups import values
 from forerun.cli.serve import ServedDrafting, ServedEngine
 from forerun.errors import ConfigError, ResourceError
-from forerun.progress import progress_bar
 
 if TYPE_CHECKING:
     from forerun.server.batch_engine import Answering
@@ -185,7 +184,7 @@ async def _answer(
     from forerun.server.batches import Stops, UnavailableError, answer_all
 
     stops, loop = Stops(asyncio.Event(), asyncio.Event()), asyncio.get_running_loop()
-    with progress_bar("rows", len(rows.places), err().is_terminal) as advance:
+    with progress("rows", len(rows.places)) as advance:
 
         def write(succeeded: bool, answer: dict[str, Any]) -> None:
             output.file(succeeded).write(answer)

@@ -13,7 +13,7 @@ import typer
 from forerun.bench.chart import check_chart
 from forerun.bench.prompts import PromptCase, read_prompts
 from forerun.cli import options as opt
-from forerun.cli.console import out, print_json, print_note, table
+from forerun.cli.console import out, print_json, print_note, progress, table
 from forerun.cli.engine import open_llm, other_engine, prepare
 from forerun.cli.groups import values
 from forerun.config import DrafterConfig
@@ -101,22 +101,15 @@ def _measure(
     from forerun.bench.conversation import fitting_cases
     from forerun.bench.machine import describe_machine
     from forerun.bench.speed import measure, report
-    from forerun.progress import progress_bar
 
     plain = engines[PLAIN]
     fitting = fitting_cases(plain, cases)
-    with progress_bar("prompts", len(fitting), shown=_on_terminal()) as advance:
+    with progress("prompts", len(fitting)) as advance:
         rounds = measure(engines, fitting, params, repeats, advance)
     compare = params.greedy or plain.config.verification == "coupled"
     result = report(rounds, fitting, compare, by_category)
     return {**result, "num_prompts": len(fitting), "num_too_long": len(cases) - len(fitting),
             "machine": describe_machine(plain.kernels)}  # fmt: skip
-
-
-def _on_terminal() -> bool:
-    from forerun.cli.console import err
-
-    return err().is_terminal
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import typer
 from forerun.bench.prompts import PromptCase, read_prompts
 from forerun.cli import options as opt
 from forerun.cli.bench import PLAIN
-from forerun.cli.console import err, out, print_json, print_note, table
+from forerun.cli.console import err, out, print_json, print_note, progress, table
 from forerun.cli.curve import whole_numbers
 from forerun.cli.engine import open_llm
 from forerun.cli.groups import values
@@ -145,14 +145,13 @@ def _measure(
     from forerun.bench import drafters as bench
     from forerun.bench.conversation import fitting_cases
     from forerun.bench.machine import describe_machine
-    from forerun.progress import progress_bar
 
     wanted = bench.entrants(names, *variants)
     with err().status("preparing drafters"):
         engines, left_out = bench.build(plain, wanted, options, may_lack)
     _check_some(engines, left_out)
     fitting = fitting_cases(plain, cases)
-    with progress_bar("prompts", len(fitting) * len(params), shown=err().is_terminal) as advance:
+    with progress("prompts", len(fitting) * len(params)) as advance:
         runs = bench.run(engines, fitting, params, repeats, advance)
     present: list[Entrant] = [entrant for entrant in wanted if entrant.name in engines]
     found = {}

@@ -15,7 +15,7 @@ import typer
 
 from forerun.bench.prompts import read_prompts
 from forerun.cli import options as opt
-from forerun.cli.console import err, out, print_json, print_note, table
+from forerun.cli.console import err, out, print_json, print_note, progress, table
 from forerun.cli.engine import needing
 from forerun.errors import ConfigError
 
@@ -163,7 +163,6 @@ async def _measure(request: _Request) -> tuple[list[RequestOutcome], dict[str, A
     """All outcomes, and facts found before: the model's name, tokens per word."""
     from forerun.bench.serve_client import open_client
     from forerun.bench.serve_load import LoadRun, warm_up
-    from forerun.progress import progress_bar
 
     given = request.given
     async with open_client(request.root, given.api_key, given.timeout) as client:
@@ -171,7 +170,7 @@ async def _measure(request: _Request) -> tuple[list[RequestOutcome], dict[str, A
         conversations, scale = await _conversations(given, client, fields)
         with err().status("warming up"):
             await warm_up(client, fields, given.warmup, request.load.concurrency or 1, given.endpoint)
-        with progress_bar("requests", given.num_requests, shown=err().is_terminal) as advance:
+        with progress("requests", given.num_requests) as advance:
             outcomes = await LoadRun(client, fields, advance)(conversations, request.load)
     return outcomes, {"model": fields.model, "num_conversations": len(conversations), "words": asdict(scale)}
 

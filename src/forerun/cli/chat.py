@@ -36,6 +36,9 @@ COMMANDS = {  # what a user may type instead of a message -> what it does
     "/system": "and a text: begins a new conversation with this system message; without a text, with none",
 }
 ENDS = ("/exit", "/quit")
+EXAMPLES = {  # what one may say first to an embedded model, which answers few things
+    "mini": '"Tell me a story about a fox." or "Extract name and town as JSON: I am Clara Miller from Lisbon."',
+}
 KEYS = "Ctrl-C stops an answer. A line that ends in \\ goes on in the next."
 
 
@@ -64,6 +67,8 @@ def chat(
         raise ConfigError(f"{name} has no chat template, so it cannot chat: use `forerun generate {name} PROMPT`")
     note_sampling(llm, sampling.given())
     print_note(f"{name}, drafter {llm.config.drafter.name}. /help lists the commands, Ctrl-D ends the conversation.")
+    if name in EXAMPLES:
+        print_note(f"Try {EXAMPLES[name]}")
     params = shown_params(llm.tokenizer, sampling.params(llm.loaded.sampling))
     session = ChatSession(llm, params, talk, talk.system, talk.show_drafts)
     session.run()

@@ -7,12 +7,16 @@ the consoles read no [marks] and :names: in it. Spinners do, so that they are gi
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from forerun.progress import progress_bar, progress_lines
 
 
 def out() -> Console:
@@ -33,6 +37,12 @@ def print_error(message: str) -> None:
 def print_note(message: str) -> None:
     """One dim line on standard error."""
     err().print(message, style="dim", soft_wrap=True)
+
+
+def progress(what: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+    """`total` things that are being done, on standard error: a bar on a terminal, else a line now and then."""
+    shown = err().is_terminal
+    return progress_bar(what, total, shown) if shown else progress_lines(what, total, print_note)
 
 
 def print_json(value: Any) -> None:

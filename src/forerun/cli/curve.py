@@ -12,7 +12,7 @@ from rich.text import Text
 
 from forerun.bench.chart import Labels, check_chart, lines, svg
 from forerun.cli import options as opt
-from forerun.cli.console import err, out, print_json, print_note, table
+from forerun.cli.console import err, out, print_json, print_note, progress, table
 from forerun.cli.engine import note_slow_kernels
 from forerun.errors import ConfigError
 
@@ -87,14 +87,13 @@ def _curve(
     from forerun.bench.bandwidth import reader
     from forerun.bench.curve import check_cases, measure, read_gb_per_s, rows
     from forerun.bench.shapes import read_shape
-    from forerun.progress import progress_bar
 
     chosen = read_shape(shape)
     check_cases(tokens, contexts, chosen.config.max_position)
     model = _build(chosen, weights, machine, max(contexts) + max(tokens))
     with (
         reader(model.kernels, model.num_threads) as read_speed,
-        progress_bar("rounds", repeats, shown=err().is_terminal) as advance,
+        progress("rounds", repeats) as advance,
     ):
         measured = measure(model.passes, tokens, contexts, repeats, read_speed, advance)
     result = {"rows": rows(measured, model.passes, tokens), "read_gb_per_s": read_gb_per_s(measured)}
@@ -108,14 +107,13 @@ def _prefill(
     from forerun.bench.curve import read_gb_per_s
     from forerun.bench.prefill import check_prompts, measure, rows
     from forerun.bench.shapes import read_shape
-    from forerun.progress import progress_bar
 
     chosen = read_shape(shape)
     check_prompts(tokens, chunk, chosen.config.max_position)
     model = _build(chosen, weights, machine, max(tokens))
     with (
         reader(model.kernels, model.num_threads) as read_speed,
-        progress_bar("rounds", repeats, shown=err().is_terminal) as advance,
+        progress("rounds", repeats) as advance,
     ):
         measured = measure(model.passes, tokens, chunk, repeats, read_speed, advance)
     result = {"rows": rows(measured), "read_gb_per_s": read_gb_per_s(measured)}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,11 +16,10 @@ import typer
 from rich.text import Text
 
 from forerun.cli import options as opt
-from forerun.cli.console import err, out, print_json, print_note, table
+from forerun.cli.console import err, out, print_json, print_note, progress, table
 from forerun.cli.engine import fetch
 from forerun.config import check_threads
 from forerun.errors import ConfigError, suggestion
-from forerun.progress import progress_bar, progress_lines
 
 if TYPE_CHECKING:
     from forerun.kernels.ops import Kernels
@@ -154,7 +152,7 @@ def _quantize_hf(model: str, folder: Path, options: dict[str, Any], given: _Text
         return _calibrated(model, source, folder, settings, given)
 
     def write() -> None:
-        with _progress("matrices", len(source.modules)) as advance:
+        with progress("matrices", len(source.modules)) as advance:
             round_model(source, folder, settings, advance)
 
     return _written(model, folder, given, write)
@@ -168,7 +166,7 @@ def _quantize_gguf(model: str, file: Path, mix: str, given: _TextOptions) -> dic
 
     def write() -> None:
         num_tensors = sum(1 for _ in Checkpoint.open(source))
-        with _progress("tensors", num_tensors) as advance:
+        with progress("tensors", num_tensors) as advance:
             export_gguf(source, file, mix, Path(model).name, lambda done, total: advance(1))
 
     return {**_written(model, file, given, write), **_types(file)}
@@ -272,14 +270,8 @@ def measure(loaded: LoadedModel, sequences: list[list[int]]) -> Perplexity:
     def num_bytes(token: int) -> int:
         return len(loaded.tokenizer.token_bytes(token))
 
-    with _progress("perplexity", len(sequences)) as advance:
+    with progress("perplexity", len(sequences)) as advance:
         return measure_perplexity(loaded.model, sequences, num_bytes, advance)
-
-
-def _progress(what: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-    """A bar on a terminal, else a line now and then."""
-    shown = err().is_terminal
-    return progress_bar(what, total, shown) if shown else progress_lines(what, total, print_note)
 
 
 def _kernels(given: _TextOptions) -> Kernels:
@@ -314,7 +306,7 @@ def _run(
 ) -> None:
     from forerun.quantize.run import quantize_model
 
-    with _progress("layers", source.config.num_layers) as advance:
+    with progress("layers", source.config.num_layers) as advance:
         quantize_model(source, loaded, folder, settings, text.sequences, advance)
 
 

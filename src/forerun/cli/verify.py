@@ -17,7 +17,7 @@ import typer
 from forerun.bench.prompts import PromptCase, read_prompts
 from forerun.cli import options as opt
 from forerun.cli.bench import PLAIN, check_drafters, engines_by_name, plain_with
-from forerun.cli.console import err, out, print_json, print_note, table
+from forerun.cli.console import out, print_json, print_note, progress, table
 from forerun.cli.engine import open_llm, prepare
 from forerun.cli.groups import values
 from forerun.core import SamplingParams
@@ -116,11 +116,10 @@ def _compare(
     from forerun.bench.conversation import fitting_cases
     from forerun.bench.equality import check_equality
     from forerun.bench.machine import describe_machine
-    from forerun.progress import progress_bar
 
     fitting = fitting_cases(plain, cases)
     total = len(fitting) * len(params) * (1 + len(engines))
-    with progress_bar("conversations", total, shown=err().is_terminal) as advance:
+    with progress("conversations", total) as advance:
         checks = check_equality(plain, engines, fitting, params, batch_size, advance)
     return {
         "checks": [{**asdict(check), "acceptance_length": round(check.acceptance_length, 3)} for check in checks],
@@ -131,10 +130,9 @@ def _compare(
 
 def _check_rejection(llm: LLM) -> dict[str, Any]:
     """The rejection rule's chi-square tests on cases small enough to enumerate, with the kernels in use."""
-    from forerun.progress import progress_bar
     from forerun.speculation.selfcheck import CASES, NUM_SAMPLES, check_rejection
 
-    with progress_bar("texts of the rejection rule", len(CASES) * NUM_SAMPLES, shown=err().is_terminal) as advance:
+    with progress("texts of the rejection rule", len(CASES) * NUM_SAMPLES) as advance:
         checks = check_rejection(llm.kernels, advance=advance)
     return {
         "passed": all(check.passed for check in checks),

@@ -111,10 +111,10 @@ def own_model(target: str, spec: DrafterSpec) -> str | None:
 
 
 def default_drafter(target: str, draft_model: str | None) -> str:
-    """The drafter used if none is named: what is given to draft with, else a draft model there is, else n-grams."""
+    """The drafter used if none is named: what is given to draft with, else a draft model there is, else `auto`."""
     if draft_model is not None:
         return drafter_of(draft_model) or "draft"
-    return "draft" if own_model(target, spec_of("draft")) else "ngram"
+    return "draft" if own_model(target, spec_of("draft")) else AUTO
 
 
 def has_own(target: str, spec: DrafterSpec) -> bool:
