@@ -51,7 +51,8 @@ def test_others_are_watched_while_an_attack_lasts(stalls: bool, most_s: float) -
         app.add_routes([web.post("/v1/completions", small), web.get("/health", health)])
         runner = web.AppRunner(app)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        # Room for all sockets of the attack: who finds none tries again after a second.
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
         given = argparse.Namespace(seconds=1.0, clients=1)
         try:
             return await hostile.watched(f"http://127.0.0.1:{runner.addresses[0][1]}", "m", "connections", given)
