@@ -354,10 +354,9 @@ def test_auto_takes_the_draft_it_is_given_or_finds_in_the_folder(tmp_path: Path)
         assert members("mini", "auto", f"mini-{name}") == [*lookups, (name, f"mini-{name}")]
 
 
-def test_commands_take_a_draft_model_or_what_the_model_offers(tmp_path: Path) -> None:
-    """The commands' default; heads and modules that came with a model draft without being named."""
+def test_commands_take_a_draft_model_or_ngram(tmp_path: Path) -> None:
     assert default_drafter("mini", None) == "draft" and default_drafter("mini", "mini-eagle") == "eagle"
-    assert default_drafter(str(tmp_path), None) == "auto"
+    assert default_drafter(str(tmp_path), None) == "ngram"
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").write_text("{}")
     assert default_drafter(str(tmp_path), None) == "draft"

@@ -56,6 +56,11 @@ class DrafterConfig:
     draft_vocabulary: str | None = None  # file of the only tokens that draft, eagle and mtp may propose; None: all
     members: tuple[DrafterConfig, ...] = ()  # of a portfolio
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Who drafts: the members of a portfolio, or the drafter itself."""
+        return tuple(member.name for member in self.members) or (self.name,)
+
     def __post_init__(self) -> None:
         _range("max_draft_tokens", self.max_draft_tokens, 1, MAX_TREE_NODES - 1)
         _choice("head_weights", self.head_weights, get_args(HeadWeights))

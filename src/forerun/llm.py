@@ -17,7 +17,7 @@ from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import RequestOutput, SamplingParams
 from forerun.drafters.base import DrafterHealth
-from forerun.drafters.named import engine_config
+from forerun.drafters.named import AUTO, engine_config
 from forerun.drafters.registry import check_heads, draft_models, named_heads
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
@@ -31,6 +31,7 @@ from forerun.opening import SharedModel, check_ranks, open_shared
 from forerun.progress import progress_bar
 from forerun.tiering import check_tiers, check_unchanged
 from forerun.weights.corpus import open_corpus
+from forerun.weights.resolve import find_local, resolve_model
 from forerun.weights.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -44,7 +45,11 @@ class LLM(Frontend):
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self._open(engine_config(model, options), None)
+        config = engine_config(model, options)
+        if options.get("drafter") == AUTO and find_local(model) is None:
+            resolve_model(model)  # what it offers is known once it is here
+            config = engine_config(model, options)
+        self._open(config, None)
 
     def _open(self, config: EngineConfig, shared: SharedModel | None) -> None:
         Frontend.__init__(self, config)

@@ -33,7 +33,7 @@ def test_every_attack_is_requests_a_server_would_read(name: str) -> None:
 
 
 # A busy machine can make an innocent server slow too, so only the one that stalls is held to a short time.
-@pytest.mark.parametrize(("stalls", "most_s"), [(False, 60.0), (True, 0.6)])
+@pytest.mark.parametrize(("stalls", "most_s"), [(False, 30.0), (True, 0.6)])
 def test_others_are_watched_while_an_attack_lasts(stalls: bool, most_s: float) -> None:
     """A server whose event loop stands still for a moment, once, is found out."""
 
@@ -62,7 +62,8 @@ def test_others_are_watched_while_an_attack_lasts(stalls: bool, most_s: float) -
     stalled: list[bool] = []
     row = asyncio.run(scenario())
     assert row["told"]["opened"] > 0 and row["looks"]["200"] > 5
-    assert bool(list(hostile.failures(row, most_s))) == stalls
+    found = list(hostile.failures(row, most_s))
+    assert any(text.startswith("small took") for text in found) if stalls else not found
 
 
 # -- soak -------------------------------------------------------------------------------------------------------

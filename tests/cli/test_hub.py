@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from forerun import LLM
 from forerun.cli.options import Drafting
 from forerun.models.gguf_export import export_gguf
 from forerun.weights import hub_download
-from forerun.weights.resolve import EMBEDDED, resolve_model
+from forerun.weights.resolve import EMBEDDED, find_local, resolve_model
 from tests.support.fake_hub import LFS_BYTES, FakeHub, pretended
 
 PROMPT = "What is the capital of France?"
@@ -104,6 +105,22 @@ def test_the_demo_downloads_its_draft_model_in_sight(
     monkeypatch.setattr(hub_download, "RESUMED_BYTES", LFS_BYTES)
     ran = run("demo", "Hi", *drafting, "--max-tokens", "4", "--repeats", "1")
     assert "downloading org/mini, " in ran.stderr and "the same 4 tokens" in ran.stdout
+
+
+def test_auto_looks_into_a_model_only_once_it_is_here(hub: FakeHub, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong option is told before anything is downloaded, and what is downloaded is told, too."""
+    monkeypatch.setattr(hub_download, "RESUMED_BYTES", LFS_BYTES)
+    given = ("generate", "org/mini", "Hi", "--drafter", "auto", "--max-tokens", "4")
+    assert "int3" in run(*given, "--dtype", "int3", status=2).stderr
+    assert hub.requests == []
+    assert "downloading org/mini, " in run(*given).stderr
+
+
+def test_auto_finds_what_a_downloaded_model_offers(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("forerun.drafters.named.has_own", lambda target, spec: asked.append(find_local(target)))
+    LLM("org/mini", drafter="auto")
+    assert asked[0] is None and asked[-1] is not None
 
 
 def heed_interrupts() -> None:

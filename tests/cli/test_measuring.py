@@ -48,14 +48,18 @@ def prompts(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_off_a_terminal_progress_is_lines(run: Any, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_a_terminal_progress_is_lines(
+    run: Any, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("forerun.progress.SECONDS_A_LINE", 0.0)
+    monkeypatch.setattr("forerun.cli.verify._check_rejection", lambda llm: {"passed": True, "cases": []})
     given = ("--drafters", "ngram", "--max-tokens", "2")
     said = run("bench", "speed", "mini", "--prompts", prompts, *given, "--repeats", "1").stderr
     assert "prompts: 1 of 3, " in said and "prompts: 3 of 3" not in said
-    said = run("bench", "drafters", "mini", "--suite", prompts, *given, "--repeats", "1").stderr
-    assert "prompts: 1 of " in said
-    assert "conversations: 1 of " in run("verify", "mini", "--prompts", prompts, *given).stderr
+    report = ("--repeats", "1", "--out", str(tmp_path / "report"))
+    assert "prompts: 1 of " in run("bench", "drafters", "mini", "--suite", prompts, *given, *report).stderr
+    verified = run("verify", "mini", "--prompts", prompts, *given, "--json")
+    assert "conversations: 1 of " in verified.stderr and json.loads(verified.stdout)["checks"]
 
 
 def test_bench_json(run_json: Any, prompts: str, tmp_path: Path) -> None:

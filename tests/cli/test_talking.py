@@ -38,13 +38,14 @@ def test_chat_answers_resets_and_exits(run: Any) -> None:
     assert "no message to answer yet" in result.stderr
 
 
-def test_chat_says_what_one_may_ask_an_embedded_model(run: Any, asked: list[list[dict[str, str]]]) -> None:
+def test_chat_says_what_one_may_ask_an_embedded_model(run: Any) -> None:
     from forerun.cli.chat import EXAMPLES
     from forerun.weights.resolve import EMBEDDED
 
     assert EXAMPLES.keys() <= EMBEDDED.keys()
-    assert f"Try {EXAMPLES['mini']}" in " ".join(run("chat", "mini", stdin="").stderr.split())
-    assert "Try" not in run("chat", "mini-draft", stdin="").stderr
+    said = run("chat", "mini", stdin="").stderr
+    assert all(example in said for example in EXAMPLES["mini"])
+    assert "Try:" not in run("chat", "mini-draft", stdin="").stderr
 
 
 def test_chat_explains_its_commands(run: Any) -> None:
@@ -230,11 +231,12 @@ def test_demo_names_forerun_by_its_path_where_the_shell_does_not_find_it(
 
 def test_mini_answers_the_tasks_of_the_demo_rightly() -> None:
     from forerun import LLM, SamplingParams
+    from forerun.cli.chat import EXAMPLES
     from forerun.cli.demo import TASKS
 
     llm = LLM("mini", drafter="none")
-    asked = [[{"role": "user", "content": task}] for task in TASKS]
-    facts, fields, edited = (
+    asked = [[{"role": "user", "content": task}] for task in (*TASKS, *EXAMPLES["mini"])]
+    facts, fields, edited, story, name = (
         output.outputs[0].text for output in llm.chat(asked, SamplingParams(temperature=0, max_tokens=160))
     )
     assert "Its capital is Paris." in facts and facts.endswith(
@@ -244,6 +246,17 @@ def test_mini_answers_the_tasks_of_the_demo_rightly() -> None:
         "name": "Clara Miller", "town": "Lisbon", "count": 12, "item": "chairs", "phone": "555-0143"
     }  # fmt: skip
     assert edited == TASKS[2].partition("\n\n")[2].replace("Tom", "Ben")
+    assert story.count("fox") > 2 and json.loads(name) == {"name": "Clara Miller", "town": "Lisbon"}
+
+
+def test_demo_does_not_draft_from_its_own_earlier_runs(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forerun.cli.demo import Demo
+
+    engines = []
+    monkeypatch.setattr(Demo, "run", lambda demo, repeats: engines.extend(demo.engines))
+    run("demo", "Hello!", "--drafter", "auto")
+    members = engines[1].config.drafter.members
+    assert "suffix" in engines[1].config.drafter.names and not any(member.across_requests for member in members)
 
 
 def test_demo_of_a_prompt_is_one_task_that_ends_with_its_answer(run: Any) -> None:

@@ -184,21 +184,21 @@ async def _answer(
     from forerun.server.batches import Stops, UnavailableError, answer_all
 
     stops, loop = Stops(asyncio.Event(), asyncio.Event()), asyncio.get_running_loop()
-    with progress("rows", len(rows.places)) as advance:
+    try:
+        async with answering as (answer, num_at_once):
+            begin()
+            with suppress(NotImplementedError):  # Windows, where Ctrl-C ends it as any program
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    loop.add_signal_handler(number, stops.signal)
+            with progress("rows", len(rows.places)) as advance:  # whose time left does not count loading
 
-        def write(succeeded: bool, answer: dict[str, Any]) -> None:
-            output.file(succeeded).write(answer)
-            advance(1)
+                def write(succeeded: bool, answer: dict[str, Any]) -> None:
+                    output.file(succeeded).write(answer)
+                    advance(1)
 
-        try:
-            async with answering as (answer, num_at_once):
-                begin()
-                with suppress(NotImplementedError):  # Windows, where Ctrl-C ends it as any program
-                    for number in (signal.SIGTERM, signal.SIGINT):
-                        loop.add_signal_handler(number, stops.signal)
                 await answer_all(answer, rows.rows(), lambda: num_at_once, stops, drain_s, write)
-        except UnavailableError as error:
-            raise ResourceError(f"{error}; what was answered is kept: --resume goes on") from error
+    except UnavailableError as error:
+        raise ResourceError(f"{error}; what was answered is kept: --resume goes on") from error
 
 
 def _report(files: Files, num_done: int, output: BatchOutput, num_left: int) -> None:

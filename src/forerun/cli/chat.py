@@ -37,7 +37,7 @@ COMMANDS = {  # what a user may type instead of a message -> what it does
 }
 ENDS = ("/exit", "/quit")
 EXAMPLES = {  # what one may say first to an embedded model, which answers few things
-    "mini": '"Tell me a story about a fox." or "Extract name and town as JSON: I am Clara Miller from Lisbon."',
+    "mini": ("Tell me a story about a fox.", "Extract name and town as JSON: I am Clara Miller from Lisbon."),
 }
 KEYS = "Ctrl-C stops an answer. A line that ends in \\ goes on in the next."
 
@@ -66,9 +66,10 @@ def chat(
     if llm.tokenizer.chat_template is None:
         raise ConfigError(f"{name} has no chat template, so it cannot chat: use `forerun generate {name} PROMPT`")
     note_sampling(llm, sampling.given())
-    print_note(f"{name}, drafter {llm.config.drafter.name}. /help lists the commands, Ctrl-D ends the conversation.")
+    drafters = " + ".join(llm.config.drafter.names)
+    print_note(f"{name}, drafter {drafters}. /help lists the commands, Ctrl-D ends the conversation.")
     if name in EXAMPLES:
-        print_note(f"Try {EXAMPLES[name]}")
+        print_note(f"Try: {' Or: '.join(EXAMPLES[name])}")
     params = shown_params(llm.tokenizer, sampling.params(llm.loaded.sampling))
     session = ChatSession(llm, params, talk, talk.system, talk.show_drafts)
     session.run()

@@ -1,4 +1,4 @@
-"""How commands print: two consoles, one-line errors, one way to write JSON.
+"""How commands print: two consoles, one-line errors, progress, one way to write JSON.
 
 Knows: terminals. Does not know: commands. What is printed is mostly data, such as paths and parts of chat templates:
 the consoles read no [marks] and :names: in it. Spinners do, so that they are given data as `Text`.

@@ -69,7 +69,8 @@ def demo(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     chosen = opt.Drafting(drafter=drafter, draft_model=draft_model).of(name)["drafter"]
     prepare(name, chosen, draft_model)
-    plain = open_llm(name, PLAIN, max_num_seqs=1, **values(machine))
+    # Every text is written several times: what was said before must not draft it.
+    plain = open_llm(name, PLAIN, max_num_seqs=1, across_requests=False, **values(machine))
     drafted = other_engine(plain, chosen, draft_model)
     Demo(name, TASKS if prompt is None else (prompt,), (plain, drafted), params).run(repeats)
 
@@ -96,7 +97,7 @@ class Demo:
     """Two columns that fill for each task, then a line of figures."""
 
     def __init__(self, model: str, prompts: Sequence[str], engines: tuple[LLM, LLM], params: SamplingParams) -> None:
-        drafter = engines[1].config.drafter.name
+        drafter = " + ".join(engines[1].config.drafter.names)
         self.title = f"forerun demo: {model}, drafter {drafter}, temperature {params.temperature:g}"
         self.tasks = [(prompt, as_prompt(engines[0], prompt, chat=None)) for prompt in prompts]
         self.engines = engines

@@ -91,8 +91,10 @@ def prepare(model: str, drafter: str | DrafterConfig, draft_model: str | None = 
     from forerun.drafters.named import engine_config
 
     wanted = {**options, "drafter": drafter, "draft_model": draft_model}
-    drafters = engine_config(model, wanted).drafter
-    for name in (model, drafters.model, *(member.model for member in drafters.members)):
+    engine_config(model, wanted)
+    fetch(model)
+    drafters = engine_config(model, wanted).drafter  # `auto` knows now what the model offers
+    for name in (drafters.model, *(member.model for member in drafters.members)):
         if name is not None:
             fetch(name)
 

@@ -39,7 +39,7 @@ DrafterName = Annotated[
     str | None,
     typer.Option(
         help="auto, none, a drafter's NAME or NAME=MODEL (docs/drafters.md). Default: what --draft-model is for "
-        "(draft, or the drafter of its heads), else draft where a draft model comes with the model, else auto.",
+        "(draft, or the drafter of its heads), else draft where a draft model comes with the model, else ngram.",
         rich_help_panel=DRAFTING,
     ),
 ]

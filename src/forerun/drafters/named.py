@@ -111,10 +111,10 @@ def own_model(target: str, spec: DrafterSpec) -> str | None:
 
 
 def default_drafter(target: str, draft_model: str | None) -> str:
-    """The drafter used if none is named: what is given to draft with, else a draft model there is, else `auto`."""
+    """The drafter used if none is named: what is given to draft with, else a draft model there is, else n-grams."""
     if draft_model is not None:
         return drafter_of(draft_model) or "draft"
-    return "draft" if own_model(target, spec_of("draft")) else AUTO
+    return "draft" if own_model(target, spec_of("draft")) else "ngram"
 
 
 def has_own(target: str, spec: DrafterSpec) -> bool:

@@ -126,7 +126,8 @@ def _speculation(asked: Speculation | None, drafter: DrafterConfig) -> dict[str,
         return options
     if asked.drafter == "none":
         return {"speculate": False}
-    names = [member.name for member in drafter.members] or [drafter.name]
-    if asked.drafter not in names:
-        raise unsupported("speculation", f"drafter {asked.drafter!r} is not running here; there is {', '.join(names)}")
+    if asked.drafter not in drafter.names:
+        raise unsupported(
+            "speculation", f"drafter {asked.drafter!r} is not running here; there is {', '.join(drafter.names)}"
+        )
     return {**options, **({"drafter": asked.drafter} if drafter.members else {})}

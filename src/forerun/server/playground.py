@@ -119,7 +119,7 @@ class TracedChat:
         request, params = self._sample.request, self._sample.request.params
         return {
             "model": self._name,
-            "drafter": self._context.drafter.name,
+            "drafter": " + ".join(self._context.drafter.names),
             "prompt_tokens": len(request.prompt_token_ids),
             "seed": str(request.seed),  # JavaScript's integers are exact up to 2**53
             "same_tokens": params.greedy or self._context.llm.config.verification == "coupled",

@@ -115,7 +115,7 @@ def announce(llm: LLM, settings: ServerSettings, address: str) -> None:
     log.info("model", extra={
         "names": ", ".join(settings.served_names), "source": config.model, "implementation": llm.loaded.implementation,
         "kernels": f"{llm.kernels.name} ({llm.kernels.reason})", "device": str(llm.engine.kv_cache.device),
-        "drafter": drafter.name if drafter.model is None else f"{drafter.name}={drafter.model}",
+        "drafter": "+".join(drafter.names) if drafter.model is None else f"{drafter.name}={drafter.model}",
         "max_draft_tokens": None if drafter.name == "none" else drafter.max_draft_tokens,
     })  # fmt: skip
     if config.num_ranks > 1:

@@ -67,7 +67,7 @@ from forerun.models.trimmed import KeptTokens
 from forerun.quant.rounded import ChooseFormat, choose_for
 from forerun.weights.checkpoint import Checkpoint
 from forerun.weights.gguf_checkpoint import GgufCheckpoint
-from forerun.weights.resolve import resolve_model
+from forerun.weights.resolve import find_local, resolve_model
 
 MIMO = "model.mtp_layers"
 PAIR = ".eh_proj.weight"  # ends the name of a tensor that most modules have once
@@ -123,11 +123,13 @@ def holds_mtp(folder: Path) -> bool:
 
 
 def num_modules(name_or_folder: str | Path) -> int:
-    """How many modules `read_mtp` reads of a model's own checkpoint; 0 if it cannot.
+    """How many modules `read_mtp` reads of a model's own checkpoint; 0 if it cannot, or the model is not here yet.
 
     Tensors are not read, only their names.
     """
     try:
+        if find_local(str(name_or_folder)) is None:
+            return 0
         source = open_mtp(name_or_folder)
     except ModelError:  # loading the model reports what is wrong
         return 0
