@@ -62,6 +62,20 @@ def test_off_a_terminal_progress_is_lines(
     assert "conversations: 1 of " in verified.stderr and json.loads(verified.stdout)["checks"]
 
 
+def test_without_a_draft_model_its_drafter_is_not_measured(
+    run_json: Any, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `verify` and `bench speed` take unless drafters are named works with any model."""
+    monkeypatch.setattr("forerun.cli.verify._check_rejection", lambda llm: {"passed": True, "cases": []})
+    (tmp_path / "own").symlink_to(resolve_model("mini"))
+    given = ("--prompts", prompts, "--max-tokens", "2", "--limit", "1")
+    for model, drafters in ((str(tmp_path / "own"), ["ngram"]), ("mini", ["ngram", "draft"])):
+        speed = run_json("bench", "speed", model, *given, "--repeats", "1")
+        assert [row["drafter"] for row in speed["rows"]] == ["none", *drafters]
+        checks = run_json("verify", model, *given, "--temperature", "0")["checks"]
+        assert [check["drafter"] for check in checks] == drafters
+
+
 def test_bench_json(run_json: Any, prompts: str, tmp_path: Path) -> None:
     chart = tmp_path / "speed.svg"
     options = ("--prompts", prompts, "--max-tokens", "8", "--repeats", "1", "--by-category", "--chart", str(chart))

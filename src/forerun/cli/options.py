@@ -59,7 +59,13 @@ PromptsFile = Annotated[
 ]
 Limit = Annotated[int | None, typer.Option(help="Use this many prompts, spread evenly over the file.", min=1)]
 ChartFile = Annotated[Path | None, typer.Option("--chart", help="Draw the figures into this .svg file.")]
-Drafters = Annotated[str, typer.Option(help="NAME, NAME=MODEL or FILE.py:CLASS, separated by commas.")]
+Drafters = Annotated[
+    str | None,
+    typer.Option(
+        help="NAME, NAME=MODEL or FILE.py:CLASS, separated by commas. Default: ngram, and what --draft-model is for, "
+        "else draft where a draft model comes with the model."
+    ),
+]
 
 Lora = Annotated[
     list[str] | None,
@@ -241,6 +247,13 @@ def chosen_model(argument: str | None, option: str | None) -> str:
     if "" in given:
         raise ConfigError(f"the model's name is empty: give one, or none for {DEFAULT_MODEL}")
     return given[0] if given else DEFAULT_MODEL
+
+
+def chosen_drafters(text: str | None, model: str, draft_model: str | None) -> list[str]:
+    """Those that were named, else n-grams and who drafts with the draft model, where there is one."""
+    if text is not None:
+        return names(text)
+    return list(dict.fromkeys(("ngram", Drafting(draft_model=draft_model).of(model)["drafter"])))
 
 
 def names(text: str) -> list[str]:

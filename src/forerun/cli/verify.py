@@ -32,7 +32,7 @@ def verify(
     target: opt.Target,
     sizes: opt.DraftSizes,
     loading: opt.AdaptedLoading,
-    drafters: opt.Drafters = "ngram,draft",
+    drafters: opt.Drafters = None,
     prompts: opt.PromptsFile = None,
     limit: opt.Limit = None,
     max_tokens: opt.MaxTokens = 64,
@@ -60,14 +60,15 @@ def verify(
     --tensor-parallel and --pipeline-parallel say, and takes one conversation at a time; drafter `none` is plain
     decoding in batches. Of adapters, the conversations have none, the first, the second and so on in turn.
     """
-    wanted = opt.names(drafters)
+    name = target.name
+    wanted = opt.chosen_drafters(drafters, name, sizes.draft_model)
     check_drafters(wanted)
     params = [
         SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed)
         for t in opt.numbers(temperature, "--temperature")
     ]
     cases = read_prompts(prompts, limit)
-    pairs = _pairs(name := target.name, tensor_parallel, pipeline_parallel, values(loading))
+    pairs = _pairs(name, tensor_parallel, pipeline_parallel, values(loading))
     options: dict[str, Any] = {
         "drafter": plain_with(sizes, adaptive), "max_num_seqs": batch_size, "keep_learned": adaptive, **values(loading)
     }  # fmt: skip
