@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from forerun.policy.exploration import FIRST, LEFT, MOST, SHARE, Exploration
+from forerun.policy.exploration import AGAIN, FIRST, FIRST_S, LEFT, MOST, MOST_S, SHARE, Exploration
 
 
 def lose(account: Exploration, num_steps: int, spent: float = 2.0) -> tuple[float, int]:
@@ -71,19 +71,39 @@ def test_any_trial_is_covered_some_day() -> None:
 def test_a_debt_is_time() -> None:
     """Thirty requests lost half a step of theirs; one alone would have waited 1,500 tokens for that."""
     account = Exploration()
-    account.meet(3000.0)  # 30 tokens in 10 ms
-    account.book(30.0 + FIRST + 15.0, 0.0, 30, True)
+    account.meet(30, 0.01)
+    for _ in range(2):
+        account.book(30.0 + account.balance / 2 + 10.0, 0.0, 30, True)
+    account.book(30.0 + account.balance + 15.0, 0.0, 30, True)
     many = account.balance
     assert not account.may_draft
-    account.meet(1600.0)
+    account.meet(16, 0.01)
     assert account.balance == pytest.approx(many * 1600 / 3000)
-    account.meet(3000.0)
+    account.meet(30, 0.01)
     assert account.balance == pytest.approx(many)
-    account.meet(1500.0)
+    account.meet(15, 0.01)
     assert account.balance == -LEFT, "and few do not pay all that many lost"
-    account.meet(250.0)  # one in 4 ms
+    account.meet(1, 0.004)
     assert account.balance == pytest.approx(-LEFT / 6)
     saved = Exploration()
-    saved.meet(3000.0)
-    saved.meet(250.0)
+    saved.meet(4, 0.04)
+    saved.meet(1, 0.04)
     assert saved.balance == FIRST, "what is saved up are tokens"
+
+
+def test_quick_tokens_may_be_lost_for_a_while() -> None:
+    """The first steps with drafts are slow, and so are those after a rest: few of them tell nothing."""
+    account = Exploration()
+    account.meet(1, 1 / 2000)
+    assert account.balance == FIRST_S * 2000
+    _, drafted = lose(account, 45)
+    assert FIRST_S * 2000 <= drafted < FIRST_S * 2000 + 10 and not account.may_draft
+    rests = 0
+    while not account.may_draft:
+        rest(account, 1)
+        rests += 1
+    again = AGAIN * (MOST_S * 2000 - MOST)
+    assert account.balance == pytest.approx(again, abs=1.0) and lose(account, 50)[1] >= again - 1
+    assert rests > 0.9 * again / SHARE, "a hundredth of the time at most"
+    account.meet(1, 0.01)
+    assert account.balance <= account.most == MOST

@@ -172,12 +172,27 @@ def test_a_member_that_cannot_draft_keeps_no_other_from_being_tried() -> None:
 
 
 def test_gains_over_plain_steps_are_by_their_number_of_rows() -> None:
-    made = policy()
-    made.costs.learn_step(1, False, FLAT(1))
-    made.costs.learn_plain(1, 0.5 * FLAT(1))
-    assert (made.costs.plain_s(1) or 9.0) < 0.9 * FLAT(1)
-    assert made.costs.plain_s(3) == pytest.approx(0.5 * FLAT(3)) and made.costs.plain_s(64) is None
+    costs, made = Costs(FLAT), policy()
+    costs.learn_step(1, False, 2.0 * FLAT(1))
+    assert costs.plain_s(1) is None
+    costs.learn_plain(1, 1.5 * FLAT(1))
+    assert costs.plain_s(1) == pytest.approx(1.5) and costs.plain_s(64) is None
+    assert costs.plain_s(3) == pytest.approx(1.5 * FLAT(3))
+    for _ in range(9):
+        costs.learn_plain(1, 0.5 * FLAT(1))
+    assert costs.plain_s(1) == FLAT(1), "no step is quicker than its pass alone"
+    costs.learn_plain(64, 1.2 * FLAT(64))
+    assert costs.plain_s(64) == pytest.approx(1.2 * FLAT(64)), "it is found once there is one"
     assert made.plain_s(0) is None and policy().plain_s(0) is None, "a step that only reads prompts"
+
+
+def test_drafts_must_gain_over_plain_decoding() -> None:
+    """What follows drafts takes twice as long, plain steps as well: drafts gain over these, and lose all the same."""
+    made, one, total_s, slow = policy(), request(), 0.0, 1.0
+    for _ in range(4000):
+        seconds, drafted = step(made, [one], right=1, slow=slow)
+        total_s, slow = total_s + seconds, 2.0 if drafted else 1.0
+    assert 0.97 < one.num_output / total_s < 1.0
 
 
 def test_planning_changes_nothing() -> None:

@@ -15,7 +15,7 @@ import typer
 
 from forerun.cli import options as opt
 from forerun.cli.console import out, print_error, print_note
-from forerun.cli.drafted import DraftedText, shown_params, write
+from forerun.cli.drafted import DraftedText, has_colour, shown_params, write
 from forerun.cli.engine import adapter_of, note_sampling, open_to_answer, stats_line
 from forerun.cli.explain import print_explanation
 from forerun.cli.terminal import Corner, enable_line_editing, read_line
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PROMPT = "> "
 COMMANDS = {  # what a user may type instead of a message -> what it does
     "/again": "answers the last message again, with another seed",
-    "/drafts": "colours tokens by who drafted them, or no longer",
+    "/drafts": "marks tokens by who drafted them, or no longer",
     "/exit": "ends the conversation, as /quit and Ctrl-D do",
     "/help": "lists these",
     "/reset": "forgets the conversation, but for the system message",
@@ -115,7 +115,7 @@ class ChatSession:
                 self._again()
             case "/drafts":
                 self.show_drafts = not self.show_drafts
-                print_note("tokens are coloured by who drafted them" if self.show_drafts else "tokens have no colours")
+                print_note(_meaning() if self.show_drafts else "drafted tokens are not marked")
             case _ if command.startswith("/") and "/" not in command[1:]:  # else it is a path
                 _help(command)
             case _ if line:
@@ -192,6 +192,12 @@ class ChatSession:
             print_note(stats_line(answer.stats))
         if self.talk.explain:
             print_explanation(answer.stats)
+
+
+def _meaning() -> str:
+    if has_colour(out()):
+        return "tokens are coloured by who drafted them"
+    return "drafted and accepted tokens are in [brackets]"
 
 
 def _help(command: str) -> None:

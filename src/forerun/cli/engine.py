@@ -196,7 +196,8 @@ def stats_dict(stats: RequestStats) -> dict[str, Any]:
 def stats_line(stats: RequestStats) -> str:
     """One line: tokens, speed and, where something was drafted, tokens a pass and estimated speed-up."""
     steps = f"{stats.num_steps} step{'s' * (stats.num_steps != 1)}"
-    parts = [f"{stats.num_tokens} tokens in {steps}", f"{stats.tokens_per_s:.1f} tokens/s"]
+    tokens = f"{stats.num_tokens} token{'s' * (stats.num_tokens != 1)}"
+    parts = [f"{tokens} in {steps}", f"{stats.tokens_per_s:.1f} tokens/s"]
     if stats.trees.drafted:
         parts.append(f"{stats.acceptance_length:.2f} tokens a pass")
     if stats.estimated_speedup is not None:

@@ -240,7 +240,9 @@ class Portfolio:
     def observe(self, observed: Sequence[Observed], hidden: dict[int, Tensor]) -> None:
         """Tell every member of the requests it still drafts for."""
         for member in self.members:
-            if not (member.observes or member.num_errors):
+            if member.num_errors == 0:
+                if member.observes:
+                    member.call("observe", [each.request for each in observed], observed, hidden)
                 continue
             member.leave_if_off([each.request for each in observed])
             seen = [each for each in observed if member.drafts_for(each.request)]
