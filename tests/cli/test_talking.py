@@ -142,7 +142,7 @@ def test_a_turn_that_cannot_be_answered_again_stays(
 def test_drafts_are_coloured_on_demand(run: Any) -> None:
     text = "/drafts\nRepeat: the cat sat on the mat. The cat sat on the mat.\n/drafts\n"
     result = run("chat", "--max-tokens", "24", "--temperature", "0", "--drafter", "ngram", "--no-adaptive", stdin=text)
-    assert "[" in result.stdout and "coloured by who drafted" in result.stderr and "no colours" in result.stderr
+    assert "[" in result.stdout and "tokens are in [brackets]" in result.stderr and "not marked" in result.stderr
 
 
 def test_the_corner_leaves_the_screen_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(run: Any, monkeypatch: pytest.
     monkeypatch.setattr(chat, "write", interrupted)
     options = ("--max-tokens", "200", "--temperature", "1", "--drafter", "none")
     result = run("chat", *options, stdin="Tell me a long story about a cat and a dog\n/exit\n")
-    assert "1 tokens in 1 step " in result.stderr and len(engines) == 1 and not engines[0].has_work
+    assert "1 token in 1 step " in result.stderr and len(engines) == 1 and not engines[0].has_work
 
 
 def test_chat_ends_with_its_input(run: Any) -> None:

@@ -133,7 +133,7 @@ def test_drafts_are_made_again_after_a_busy_time() -> None:
     made.exploration.balance = -0.5
     for number in range(10):
         assert step(made, [one], 3, slow=3.0 + number % 2)[1] == 0
-    drafted = [step(made, [one], 3)[1] > 0 for _ in range(200)]
+    drafted = [step(made, [one], 3)[1] > 0 for _ in range(300)]
     assert sum(drafted[-50:]) > 40
 
 

@@ -60,8 +60,7 @@ def verify(
     --tensor-parallel and --pipeline-parallel say, and takes one conversation at a time; drafter `none` is plain
     decoding in batches. Of adapters, the conversations have none, the first, the second and so on in turn.
     """
-    name = target.name
-    wanted = opt.chosen_drafters(drafters, name, sizes.draft_model)
+    wanted = opt.chosen_drafters(drafters, name := target.name, sizes.draft_model)
     check_drafters(wanted)
     params = [
         SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed)

@@ -311,7 +311,7 @@ class Costs:
     calls: dict[str, CallCosts] = field(default_factory=dict)  # of every drafter
     plain: dict[int, Mean] = field(default_factory=dict)  # by rows: slowness of plain steps that no drafts have slowed
     _most_like: dict[tuple[bool, int], _Estimate] = field(default_factory=dict, compare=False)
-    _plain_like: dict[int, Mean | None] = field(default_factory=dict, compare=False)  # by requests
+    _plain_like: dict[int, Mean] = field(default_factory=dict, compare=False)  # by requests
     pace: Pace = field(default_factory=Pace, compare=False)
 
     # -- queries ------------------------------------------------------------------------------------------------
@@ -328,18 +328,15 @@ class Costs:
     def plain_s(self, num_requests: int) -> float | None:
         """A step of plain decoding: without drafts, and with none just before; None until some were measured, of about
         so many requests. It is not quicker than its pass alone."""
-        if num_requests not in self._plain_like:
-            self._plain_like[num_requests] = self._find_plain_like(num_requests)
-        like = self._plain_like[num_requests]
-        if like is None:
-            return None
-        return min(self.step_s(num_requests, False), max(like.value, 1.0) * self.passes(num_requests))
-
-    def _find_plain_like(self, num_requests: int) -> Mean | None:
         if not self.plain or num_requests == 0:  # a step may choose no token
             return None
-        like = min(self.plain, key=lambda rows: abs(math.log(rows / num_requests)))
-        return self.plain[like] if num_requests / ALIKE <= like <= ALIKE * num_requests else None
+        like = self._plain_like.get(num_requests)
+        if like is None:
+            rows = min(self.plain, key=lambda rows: abs(math.log(rows / num_requests)))
+            if not num_requests / ALIKE <= rows <= ALIKE * num_requests:
+                return None
+            like = self._plain_like[num_requests] = self.plain[rows]
+        return min(self.step_s(num_requests, False), max(like.value, 1.0) * self.passes(num_requests))
 
     def _find_most_like(self, drafts: bool, num_rows: int) -> _Estimate:
         """At the nearest number of rows known; of plain steps where none with drafts is known, and likewise."""

@@ -55,6 +55,7 @@ class Exploration:
     balance: float = FIRST
     _speed: float = 0.0  # tokens a second of plain decoding, at the load of the last step
     _pace: float = 0.0  # steps of it a second
+    _num_requests: int = 0
     _owed: float = 0.0  # for reading
     _plain_every: int = PLAIN_AFTER
     _until_plain: int = PLAIN_AFTER  # steps that draft
@@ -82,7 +83,8 @@ class Exploration:
         return self.balance >= min(price, self.most / 2)
 
     def meet(self, num_requests: int, plain_s: float) -> None:
-        """The next step's load, and what a step of plain decoding takes at it: a debt stays as many seconds.
+        """The next step's load, and what a step of plain decoding takes at it: a debt stays as many seconds
+        when the load changes.
 
         Where the load has fallen to a half or less, no more than LEFT remains: few do not pay for what many lost.
         """
@@ -90,11 +92,11 @@ class Exploration:
         self._pace = 1.0 / plain_s
         if self._speed == 0.0:
             self.balance = max(self.balance, FIRST_S * self._pace)
-        elif self.balance < 0.0:
+        elif self.balance < 0.0 and num_requests != self._num_requests:
             self.balance *= speed / self._speed
             if speed <= self._speed / 2:
                 self.balance = max(self.balance, -LEFT)
-        self._speed = speed
+        self._speed, self._num_requests = speed, num_requests
         self.balance = min(self.balance, self.most)
 
     def rest(self, num_tokens: int) -> None:
