@@ -96,7 +96,7 @@ def test_quick_tokens_may_be_lost_for_a_while() -> None:
     account = Exploration()
     account.meet(1, 1 / 2000)
     assert account.balance == FIRST_S * 2000
-    _, drafted = lose(account, 45)
+    _, drafted = lose(account, round(FIRST_S * 2000) + 9)
     assert FIRST_S * 2000 <= drafted < FIRST_S * 2000 + 10 and not account.may_draft
     rests = 0
     while not account.may_draft:
