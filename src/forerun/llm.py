@@ -17,7 +17,7 @@ from forerun.assemble import assemble
 from forerun.config import DrafterConfig, EngineConfig
 from forerun.core import RequestOutput, SamplingParams
 from forerun.drafters.base import DrafterHealth
-from forerun.drafters.named import AUTO, engine_config
+from forerun.drafters.named import engine_config, is_chosen_by_target
 from forerun.drafters.registry import check_heads, draft_models, named_heads
 from forerun.engine.engine import Engine
 from forerun.engine.outputs import RequestGroup
@@ -46,7 +46,7 @@ class LLM(Frontend):
 
     def __init__(self, model: str, **options: Any) -> None:
         config = engine_config(model, options)
-        if options.get("drafter") == AUTO and find_local(model) is None:
+        if is_chosen_by_target(options.get("drafter")) and find_local(model) is None:
             resolve_model(model)  # what it offers is known once it is here
             config = engine_config(model, options)
         self._open(config, None)

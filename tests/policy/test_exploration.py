@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from forerun.policy.exploration import AGAIN, FIRST, FIRST_S, LEFT, MOST, MOST_S, SHARE, Exploration
+from forerun.policy.exploration import AGAIN, FIRST, FIRST_S, LEFT, MOST, MOST_BEHIND, MOST_S, SHARE, Exploration
 
 
 def lose(account: Exploration, num_steps: int, spent: float = 2.0) -> tuple[float, int]:
@@ -60,6 +60,25 @@ def test_a_trial_waits_until_the_balance_covers_it() -> None:
     assert account.covers(FIRST) and not account.covers(FIRST + 1.0)
     rest(account, 200)
     assert account.covers(FIRST + 1.0)
+
+
+@pytest.mark.parametrize("in_debt", [False, True])
+def test_steps_behind_drafts_are_charged_as_far_as_drafts_slow_them(in_debt: bool) -> None:
+    account = Exploration(-1.0 if in_debt else FIRST)
+    for spent, charged in ((1.5, 0.5), (9.0, MOST_BEHIND - 1.0)):
+        before = account.balance
+        account.book(spent, 0.0, 1, False, behind=True)
+        assert account.balance == pytest.approx(before - charged + SHARE * spent)
+
+
+def test_no_trial_begins_before_drafts_may(in_steps: int = 2000) -> None:
+    account = Exploration()
+    account.meet(1, 1 / in_steps)
+    lose(account, round(FIRST_S * in_steps) + 9)
+    while not account.may_draft:
+        assert not account.covers(0.1)
+        rest(account, 1)
+    assert account.covers(0.1)
 
 
 def test_any_trial_is_covered_some_day() -> None:

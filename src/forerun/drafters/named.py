@@ -100,6 +100,11 @@ def _needs_model(text: str) -> bool:
     return bool(spec.model) and spec.own_modules is None and not rest
 
 
+def is_chosen_by_target(text: Any) -> bool:
+    """Whether the members of this drafter depend on what the target offers."""
+    return isinstance(text, str) and "members" in (found := read(text))[0].options and not found[1]
+
+
 def own_model(target: str, spec: DrafterSpec) -> str | None:
     """The drafter's model that comes with a target: embedded, or the folder TARGET/NAME; None if there is none."""
     embedded, folder = f"{target}-{spec.name}", Path(target) / spec.name

@@ -327,7 +327,7 @@ class Costs:
 
     def plain_s(self, num_requests: int) -> float | None:
         """A step of plain decoding: without drafts, and with none just before; None until some were measured, of about
-        so many requests. It is not quicker than its pass alone."""
+        so many requests."""
         if not self.plain or num_requests == 0:  # a step may choose no token
             return None
         like = self._plain_like.get(num_requests)
@@ -336,7 +336,7 @@ class Costs:
             if not num_requests / ALIKE <= rows <= ALIKE * num_requests:
                 return None
             like = self._plain_like[num_requests] = self.plain[rows]
-        return min(self.step_s(num_requests, False), max(like.value, 1.0) * self.passes(num_requests))
+        return min(self.step_s(num_requests, False), like.value * self.passes(num_requests))
 
     def _find_most_like(self, drafts: bool, num_rows: int) -> _Estimate:
         """At the nearest number of rows known; of plain steps where none with drafts is known, and likewise."""

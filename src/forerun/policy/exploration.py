@@ -12,7 +12,7 @@ It counts tokens, so that at any load it starts with as many observations: chanc
 tokens a step, more or less 1, below 0 from 4 tokens in 30 % of all cases, from 8 in 9 % (gambler's ruin). Where tokens
 are quick it starts with more and may save more: the first steps with drafts are slow whatever they bring, and so are
 those after a rest. A debt is time: 15 tokens are half a step of 30 requests, and when one of them is left it is not to
-wait 1,500 tokens.
+wait 1,500 tokens. After a debt there must be enough for some steps.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class Exploration:
     """An account in tokens, told of every step."""
 
     balance: float = FIRST
+    num_requests: int = 0  # of the last step
     _speed: float = 0.0  # tokens a second of plain decoding, at the load of the last step
     _pace: float = 0.0  # steps of it a second
-    _num_requests: int = 0
     _owed: float = 0.0  # for reading
     _plain_every: int = PLAIN_AFTER
     _until_plain: int = PLAIN_AFTER  # steps that draft
@@ -79,8 +79,8 @@ class Exploration:
         return max(MOST, MOST_S * self._pace)
 
     def covers(self, price: float) -> bool:
-        """Whether a trial of this price may begin: half of all that can be saved up covers any."""
-        return self.balance >= min(price, self.most / 2)
+        """Whether a trial of this price may begin: half of MOST covers any."""
+        return self.may_draft and self.balance >= min(price, MOST / 2)
 
     def meet(self, num_requests: int, plain_s: float) -> None:
         """The next step's load, and what a step of plain decoding takes at it: a debt stays as many seconds
@@ -92,11 +92,11 @@ class Exploration:
         self._pace = 1.0 / plain_s
         if self._speed == 0.0:
             self.balance = max(self.balance, FIRST_S * self._pace)
-        elif self.balance < 0.0 and num_requests != self._num_requests:
+        elif self.balance < 0.0 and num_requests != self.num_requests:
             self.balance *= speed / self._speed
             if speed <= self._speed / 2:
                 self.balance = max(self.balance, -LEFT)
-        self._speed, self._num_requests = speed, num_requests
+        self._speed, self.num_requests = speed, num_requests
         self.balance = min(self.balance, self.most)
 
     def rest(self, num_tokens: int) -> None:

@@ -61,7 +61,7 @@ class AdaptivePolicy:
     trial: str | None = None  # the member that is tried
     _gained_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by member that was asked
     _num_plain: int = 0  # steps since drafts were asked for, or a prompt was read
-    _behind_drafts: bool = False  # the former
+    _behind_drafts: bool = False  # the former, and it was not for predictions alone
     _trial_left: int = 0  # steps
     _num_trials: Counter[str] = field(default_factory=Counter)  # by member
     _until_trial: int = 0  # steps until one is considered while others draft
@@ -121,7 +121,8 @@ class AdaptivePolicy:
         if (num_tokens := sum([len(outcome.tokens) for outcome in result.outcomes])) == 0:
             return
         num, plain_s = len(result.outcomes), self.plain_step_s(len(result.outcomes))
-        true_s = self.costs.plain_s(num) or plain_s  # of plain decoding: drafts must gain over that
+        # Of plain decoding, over which drafts must gain. Means of few steps may be too low; a pass alone never is.
+        true_s = min(max(self.costs.plain_s(num) or plain_s, self.costs.passes(num)), plain_s)
         self.exploration.meet(num, true_s)
         rest_s, calls_s = self._learn_step(result)
         reading_s = sum(map(self._learn_call, result.calls, calls_s)) if calls_s else 0.0
@@ -130,13 +131,17 @@ class AdaptivePolicy:
         for member in {call.member for call in result.calls}:
             self._gained_s[member] += num_tokens / num * true_s - spent_s - reading_s
         only_measured, is_warm = self.exploration.wants_plain and not result.calls, self._num_plain >= WARM_AFTER
-        behind = self._behind_drafts and self._num_plain < WARM_AFTER and not result.num_span
+        is_plain = result.num_rows == num and not result.num_span  # tokens that a grammar forces are drafts
+        behind, could_draft = (
+            is_plain and self._behind_drafts and self._num_plain < WARM_AFTER,
+            self.exploration.may_draft,
+        )
         self.exploration.book(
             num * spent_s / true_s, num * reading_s / true_s, num_tokens, bool(result.calls), is_warm, behind
         )
         self._num_plain += 1
         if result.calls or result.num_span:
-            self._num_plain, self._behind_drafts = 0, not result.num_span
+            self._num_plain, self._behind_drafts = 0, could_draft and not result.num_span
         for request, draft, tokens in result.outcomes:
             for proposal in draft.proposals if tokens else ():
                 self._learned(request).learn(request, proposal, tokens)
@@ -152,10 +157,12 @@ class AdaptivePolicy:
         for request, draft, tokens in result.outcomes:
             if not tokens or request.finish_reason is not None or draft.max_nodes > 1:
                 return False
+        if len(result.outcomes) != self.exploration.num_requests:
+            return False
         self._rest_left -= 1
         self.exploration.rest(len(result.outcomes))
         if self._rest_left % TIMED == 0:
-            self.speedup.add(1.0, 1.0, MEMORY**TIMED)
+            self.speedup.add(TIMED, TIMED, MEMORY**TIMED)
             self._learn_step(result)
         return True
 

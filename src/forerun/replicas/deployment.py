@@ -137,10 +137,12 @@ class Deployment(_Strict):
                 "engine.pin_threads: replicas of one machine would all stay on its first cores, as none knows of the "
                 "others: leave it out"
             )
+        return engine_config(self.model, self._options())
+
+    def _options(self) -> dict[str, Any]:
         threads = self.resources.threads or max(1, int(self.resources.num_cpus))
         drafter = self.drafter or default_drafter(self.model, self.draft_model)
-        given = {"threads": threads, **self.engine, "drafter": drafter, "draft_model": self.draft_model}
-        return engine_config(self.model, given)
+        return {"threads": threads, **self.engine, "drafter": drafter, "draft_model": self.draft_model}
 
     def settings(self) -> ServerSettings:
         """How clients are treated, checked. Raises ConfigError."""
@@ -190,10 +192,9 @@ class Deployment(_Strict):
         return self.model_copy(update=changed)
 
     def open(self) -> LLM:
-        """The engine of a replica."""
-        config = self.engine_config()
-        options = {f.name: getattr(config, f.name) for f in fields(EngineConfig) if f.name != "model"}
-        return LLM(config.model, **options)
+        """The engine of a replica. Raises ConfigError, as `engine_config` does, before the model is downloaded."""
+        self.engine_config()
+        return LLM(self.model, **self._options())  # who drafts may depend on what the downloaded model holds
 
 
 def read_deployment(path: str | Path) -> Deployment:
