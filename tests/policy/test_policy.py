@@ -354,7 +354,7 @@ def test_wrong_predictions_of_some_keep_no_drafts_from_others() -> None:
         step(made, [request(prediction=(9,))], 0, draft_s=1.0)
         for _ in range(3):
             plain_step(made, request(), 2.0)
-    assert made.exploration.balance > before - WARM_AFTER, "neither what they lost nor that steps behind them are slow is booked"
+    assert made.exploration.balance > before - WARM_AFTER, "what they lost is not booked, nor slow steps behind"
     assert made.plan([request()]).max_nodes(request()) == 1
     for _ in range(1000):
         step(made, [request()], 0)
