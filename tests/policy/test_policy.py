@@ -133,7 +133,7 @@ def test_drafts_are_made_again_after_a_busy_time() -> None:
     made.exploration.balance = -0.5
     for number in range(10):
         assert step(made, [one], 3, slow=3.0 + number % 2)[1] == 0
-    drafted = [step(made, [one], 3)[1] > 0 for _ in range(300)]
+    drafted = [step(made, [one], 3)[1] > 0 for _ in range(200)]
     assert sum(drafted[-50:]) > 40
 
 
@@ -172,49 +172,19 @@ def test_a_member_that_cannot_draft_keeps_no_other_from_being_tried() -> None:
 
 
 def test_gains_over_plain_steps_are_by_their_number_of_rows() -> None:
-    costs, made = Costs(FLAT), policy()
-    costs.learn_step(1, False, 2.0 * FLAT(1))
-    assert costs.plain_s(1) is None
-    costs.learn_plain(1, 1.5 * FLAT(1))
-    assert costs.plain_s(1) == pytest.approx(1.5) and costs.plain_s(64) is None
-    assert costs.plain_s(3) == pytest.approx(1.5 * FLAT(3))
-    costs.learn_plain(64, 1.2 * FLAT(64))
-    assert costs.plain_s(64) == pytest.approx(1.2 * FLAT(64)), "it is found once there is one"
+    made = policy()
+    made.costs.learn_step(1, False, FLAT(1))
+    assert made.costs.plain_s(64) is None
+    made.costs.learn_plain(1, 0.5 * FLAT(1))
+    assert (made.costs.plain_s(1) or 9.0) < 0.9 * FLAT(1)
+    assert made.costs.plain_s(3) == pytest.approx(0.5 * FLAT(3)) and made.costs.plain_s(64) is None
+    made.costs.learn_plain(64, 0.7 * FLAT(64))
+    assert made.costs.plain_s(64) == pytest.approx(0.7 * FLAT(64)), "it is found once there is one"
     assert made.plain_s(0) is None and policy().plain_s(0) is None, "a step that only reads prompts"
 
 
-def test_drafts_must_gain_over_plain_decoding() -> None:
-    """What follows drafts takes twice as long, plain steps as well: drafts gain over these, and lose all the same."""
-    made, one, total_s, slow = policy(), request(), 0.0, 1.0
-    for _ in range(4000):
-        seconds, drafted = step(made, [one], right=1, slow=slow)
-        total_s, slow = total_s + seconds, 2.0 if drafted else 1.0
-    assert 0.97 < one.num_output / total_s < 1.0
-
-
-def test_tokens_of_a_grammar_are_no_gain_of_drafts() -> None:
+def test_a_rest_is_timed_now_and_then() -> None:
     made, one = policy(), request()
-    step(made, [one], right=3)
-    before = made.exploration.balance
-    draft = Draft(one, 9)
-    draft.add_chain(range(2, 10))
-    made.learn(StepResult([Outcome(one, draft, [*range(2, 10), 1])], [], 9, 0, StepSeconds(0.0, 1.3, 1.3, 1.3)))
-    assert made.exploration.balance == pytest.approx(before, abs=0.05)
-
-
-def test_a_debt_of_plain_decoding_is_never_over_means_that_are_too_low() -> None:
-    made, one = policy(), request()
-    for _ in range(9):
-        made.costs.learn_plain(1, 0.5 * FLAT(1))
-    before = made.exploration.balance
-    for _ in range(4):
-        step(made, [one], right=1, draft_s=0.0)
-    assert made.exploration.balance > before, "two tokens in little more than a pass are a gain"
-
-
-def test_a_rest_is_timed_now_and_then_and_ends_where_the_load_changes() -> None:
-    made, one = policy(), request()
-    plain_step(made, one, 1.0)
     made.exploration.balance = -5.0
     for _ in range(200):
         plain_step(made, one, 1.0)
@@ -223,10 +193,6 @@ def test_a_rest_is_timed_now_and_then_and_ends_where_the_load_changes() -> None:
         plain_step(made, one, 1.0)
     assert 64 // TIMED <= made.costs.slowness[False, 1].num - num < 64 / 3
     assert made.exploration.balance == pytest.approx(balance + 0.64)
-    while made._rest_left < 9:
-        plain_step(made, one, 1.0)
-    step(made, [one, request()], 0)
-    assert made.exploration.num_requests == 2, "the account hears of it at once"
 
 
 def test_planning_changes_nothing() -> None:
@@ -349,12 +315,9 @@ def test_wrong_predictions_of_some_keep_no_drafts_from_others() -> None:
     step(made, [request(prediction=(9,))], 0, draft_s=1.0)
     while made.exploration.may_draft:
         learn_call(made, False, 9.0)
-    before = made.exploration.balance
     for _ in range(100):
         step(made, [request(prediction=(9,))], 0, draft_s=1.0)
-        for _ in range(3):
-            plain_step(made, request(), 2.0)
-    assert made.exploration.balance > before - WARM_AFTER, "what they lost is not booked, nor slow steps behind"
+    assert made.exploration.balance > -10.0, "what they lost is not booked"
     assert made.plan([request()]).max_nodes(request()) == 1
     for _ in range(1000):
         step(made, [request()], 0)

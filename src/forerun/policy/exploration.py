@@ -9,10 +9,8 @@ nothing is drafted but what a user predicts, whose losses do not count then: oth
 is not expected to pay is tried when the balance covers its price: gains pay for trials.
 
 It counts tokens, so that at any load it starts with as many observations: chance alone takes drafting that gains 0.15
-tokens a step, more or less 1, below 0 from 4 tokens in 30 % of all cases, from 8 in 9 % (gambler's ruin). Where tokens
-are quick it starts with more and may save more: the first steps with drafts are slow whatever they bring, and so are
-those after a rest. A debt is time: 15 tokens are half a step of 30 requests, and when one of them is left it is not to
-wait 1,500 tokens. After a debt there must be enough for some steps.
+tokens a step, more or less 1, below 0 from 4 tokens in 30 % of all cases, from 8 in 9 % (gambler's ruin). A debt is
+time, though: 15 tokens are half a step of 30 requests, and when one of them is left it is not to wait 1,500 tokens.
 """
 
 from __future__ import annotations
@@ -29,14 +27,6 @@ FIRST: Final = 8.0
 MOST: Final = 32.0  # and later at once, after any gain: with 64 the same
 # After a step of 30 requests that took four times as long (`mini`) a single one had no drafts for 1,100 tokens.
 LEFT: Final = 2.0
-# At least so many seconds' tokens of one request instead of FIRST and MOST, and the share of what may be saved beyond
-# MOST that must be there after a debt before anybody drafts again. `benchmarks/simulate.py --machine mini --seeds 2`,
-# spec and short, new and known; `contention.py --busy-starts`, median and least: 0.976, 0.984, 0.929, 0.988; 1.75x,
-# 1.45x. With 0.02, 0.05 and 0: 0.979, 0.974, 0.952, 0.987; 1.5x, 1.22x. With 0.02, 0.05 and 0.2: 1.5x, 0.91x.
-FIRST_S, MOST_S, AGAIN = 0.04, 0.08, 0.04
-# Times as long as in plain decoding that a step behind drafts is believed to take for their sake: up to 2.3 were seen
-# (`mini`). `--work shared`, new and known: 0.955, 0.972; with MAX_JUMP 0.925, 0.963.
-MOST_BEHIND: Final = 2.0
 # Steps over which reading a prompt for drafts is paid, and most steps of a rest: 0.964 and 1.003 (mini, 1b-int4); half
 # as many 0.965 and 1.000, twice as many 0.970 and 1.003.
 SPREAD: Final = 32
@@ -53,15 +43,12 @@ class Exploration:
     """An account in tokens, told of every step."""
 
     balance: float = FIRST
-    num_requests: int = 0  # of the last step
     _speed: float = 0.0  # tokens a second of plain decoding, at the load of the last step
-    _pace: float = 0.0  # steps of it a second
     _owed: float = 0.0  # for reading
     _plain_every: int = PLAIN_AFTER
     _until_plain: int = PLAIN_AFTER  # steps that draft
     _num_plain: int = 0  # steps of the current run
     _num_runs: int = 0  # that need not have ended with a quick one
-    _enough: float = 0.0  # to draft: more after a debt
 
     @property
     def wants_plain(self) -> bool:
@@ -71,44 +58,31 @@ class Exploration:
     @property
     def may_draft(self) -> bool:
         """Whether nobody has to wait because drafts have lost too much."""
-        return self.balance > self._enough
-
-    @property
-    def most(self) -> float:
-        """Tokens that may be saved up."""
-        return max(MOST, MOST_S * self._pace)
+        return self.balance > 0.0
 
     def covers(self, price: float) -> bool:
-        """Whether a trial of this price may begin: half of MOST covers any."""
-        return self.may_draft and self.balance >= min(price, MOST / 2)
+        """Whether a trial of this price may begin: half of all that can be saved up covers any."""
+        return self.balance >= min(price, MOST / 2)
 
-    def meet(self, num_requests: int, plain_s: float) -> None:
-        """The next step's load, and what a step of plain decoding takes at it: a debt stays as many seconds
-        when the load changes.
+    def meet(self, speed: float) -> None:
+        """The next step's load, at which plain decoding gives so many tokens a second: a debt stays as many seconds.
 
         Where the load has fallen to a half or less, no more than LEFT remains: few do not pay for what many lost.
         """
-        speed = num_requests / plain_s
-        self._pace = 1.0 / plain_s
-        if self._speed == 0.0:
-            self.balance = max(self.balance, FIRST_S * self._pace)
-        elif self.balance < 0.0 and num_requests != self.num_requests:
+        if self.balance < 0.0 and self._speed > 0.0:
             self.balance *= speed / self._speed
             if speed <= self._speed / 2:
                 self.balance = max(self.balance, -LEFT)
-        self._speed, self.num_requests = speed, num_requests
-        self.balance = min(self.balance, self.most)
+        self._speed = speed
 
     def rest(self, num_tokens: int) -> None:
         """A plain step gave what plain ones give."""
-        self._add(SHARE * num_tokens)
+        self.balance = min(self.balance + SHARE * num_tokens, MOST)
 
-    def book(
-        self, spent: float, reading: float, num_tokens: int, drafted: bool, is_warm: bool = True, behind: bool = False
-    ) -> None:  # fmt: skip
+    def book(self, spent: float, reading: float, num_tokens: int, drafted: bool, is_warm: bool = True) -> None:
         """A step gave `num_tokens`; plain ones would have given `spent` in its time, `reading` in that of reading.
 
-        is_warm: a plain step was as quick as in plain decoding. behind: it was not, as there were drafts just before.
+        is_warm: a plain step was as quick as in plain decoding.
         """
         if drafted:
             self._until_plain -= 1
@@ -121,12 +95,8 @@ class Exploration:
         self._owed += 0.0 if was_in_debt else reading
         paid = self._owed / SPREAD
         self._owed -= paid
-        most = MAX_JUMP if drafted else MOST_BEHIND if behind else 0.0
-        gained = num_tokens - min(spent, most * num_tokens) if most else 0.0
-        if drafted and was_in_debt:
-            gained = max(gained, 0.0)  # only predictions are tried
-        self._add(SHARE * spent - paid + gained)
-
-    def _add(self, num_tokens: float) -> None:
-        self.balance = min(self.balance + num_tokens, self.most)
-        self._enough = 0.0 if self.may_draft else AGAIN * (self.most - MOST)
+        self.balance += SHARE * spent - paid
+        if drafted:
+            gained = num_tokens - min(spent, MAX_JUMP * num_tokens)
+            self.balance += max(gained, 0.0) if was_in_debt else gained  # in debt only predictions are tried
+        self.balance = min(self.balance, MOST)
