@@ -43,12 +43,12 @@ def speed(
     verification: opt.Verification = "coupled",
 ) -> None:
     """Measure tokens per second of each drafter, interleaved prompt by prompt, and speed-ups with their intervals."""
-    name = target.name
-    wanted = opt.chosen_drafters(drafters, name, sizes.draft_model)
-    check_drafters(wanted)
     check_chart(chart)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     cases = read_prompts(prompts, limit)
+    name = target.name
+    wanted = opt.chosen_drafters(drafters, name, sizes.draft_model)
+    check_drafters(wanted)
     _prepare_all(name, wanted, sizes)
     plain = open_llm(
         name, plain_with(sizes, adaptive, across_requests=False), verification=verification, **values(loading),

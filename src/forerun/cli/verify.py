@@ -60,13 +60,13 @@ def verify(
     --tensor-parallel and --pipeline-parallel say, and takes one conversation at a time; drafter `none` is plain
     decoding in batches. Of adapters, the conversations have none, the first, the second and so on in turn.
     """
-    wanted = opt.chosen_drafters(drafters, name := target.name, sizes.draft_model)
-    check_drafters(wanted)
     params = [
         SamplingParams(max_tokens=max_tokens, temperature=t, seed=seed)
         for t in opt.numbers(temperature, "--temperature")
     ]
     cases = read_prompts(prompts, limit)
+    wanted = opt.chosen_drafters(drafters, name := target.name, sizes.draft_model)
+    check_drafters(wanted)
     pairs = _pairs(name, tensor_parallel, pipeline_parallel, values(loading))
     options: dict[str, Any] = {
         "drafter": plain_with(sizes, adaptive), "max_num_seqs": batch_size, "keep_learned": adaptive, **values(loading)

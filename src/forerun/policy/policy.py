@@ -38,7 +38,7 @@ TRIAL_STEPS, TRIAL_DRAFTS = 2, 3
 # Plain steps after drafts or a prompt from which on they are as quick as in plain decoding, the target's weights being
 # back in the caches (`mini` on an EPYC: 1520, 1350, 910, 820, 750, 780 us after a prompt; 670 later).
 WARM_AFTER: Final = 5
-# Steps of a rest of which one is timed: a step of `ngram` at rest takes 18 us around it instead of 26.
+# One in so many steps of a rest is timed: learning takes 20 us a step there, 25 if all are (`ngram`; EPYC, Zen 5).
 TIMED: Final = 8
 USUAL_OUTPUT: Final = 128.0  # tokens an answer is expected to have until some were seen: soon forgotten
 
